@@ -11,7 +11,8 @@ import argparse
 import sys
 
 from h2o_flexgen import LLM, KVBudget
-from h2o_flexgen.commands import options
+from h2o_flexgen.commands.main import execute
+from h2o_flexgen.commands.options import Parser
 from h2o_flexgen.evaluation import perplexity
 from h2o_flexgen.evaluation.origin import origin
 from h2o_flexgen.evaluation.passages import passages_of, read_source
@@ -54,8 +55,8 @@ def setting_of(compress_cache: str | None, slots: int | None) -> Setting:
 
 
 if __name__ == "__main__":
-    parser = options.Parser("python -m bench.format_losses", "Measure what fewer bits cost in quality.")
+    parser = Parser("python -m bench.format_losses", "Measure what fewer bits cost in quality.")
     parser.add_argument("text", metavar="TEXT")
     parser.add_argument("--windows", type=int, default=8)
     parser.add_argument("--output", required=True)
-    sys.exit(options.main(parser, run, None))
+    sys.exit(execute(parser, run))

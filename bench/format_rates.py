@@ -15,7 +15,8 @@ from statistics import median
 
 import torch
 
-from h2o_flexgen.commands import options
+from h2o_flexgen.commands.main import execute
+from h2o_flexgen.commands.options import Parser
 from h2o_flexgen.evaluation.origin import origin
 from h2o_flexgen.formats import GGUF, Int4, Int8, KVFormat
 from h2o_flexgen.formats.forms import COMPRESSED, cache_format
@@ -131,6 +132,6 @@ def run(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    parser = options.Parser("python -m bench.format_rates", "Time matmuls in int8, and the decoding of weights.")
+    parser = Parser("python -m bench.format_rates", "Time matmuls in int8, and the decoding of weights.")
     parser.add_argument("--output", required=True)
-    sys.exit(options.main(parser, run, None))
+    sys.exit(execute(parser, run))

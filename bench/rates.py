@@ -14,7 +14,7 @@ from h2o_flexgen.kernels.int8 import Product, multiply
 from h2o_flexgen.kernels.linear import linear, rates
 from h2o_flexgen.kernels.operands import Int8Activations, Int8Weight
 from h2o_flexgen.kernels.rates import INT8
-from h2o_flexgen.machine.device import Device, as_numpy
+from h2o_flexgen.machine.device import as_numpy, open_device
 from h2o_flexgen.storage.disk import DiskIO, File, wait
 
 REQUEST = 64 << 20
@@ -28,7 +28,7 @@ def disk_rate(path: Path) -> float:
     io = DiskIO()
     file = File(path)
     request = min(REQUEST, file.size >> 12 << 12)
-    buffers = [as_numpy(Device("cpu").buffer(request)) for _ in range(2)]
+    buffers = [as_numpy(open_device("cpu").buffer(request)) for _ in range(2)]
     count = 0
     pending = []
     begin = time.perf_counter()

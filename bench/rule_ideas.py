@@ -22,7 +22,8 @@ from tempfile import TemporaryDirectory
 import torch
 
 from h2o_flexgen import LLM
-from h2o_flexgen.commands import options
+from h2o_flexgen.commands.main import execute
+from h2o_flexgen.commands.options import Parser
 from h2o_flexgen.evaluation.origin import origin
 from h2o_flexgen.evaluation.passages import Passage, passages_of, read_source
 from h2o_flexgen.evaluation.settings import make_settings, measure_each
@@ -197,10 +198,10 @@ def perplexities(llm: LLM, passages: list[list[Passage]]) -> tuple[int, Callable
 
 
 if __name__ == "__main__":
-    parser = options.Parser("python -m bench.rule_ideas", "Measure ideas for cache rules.")
+    parser = Parser("python -m bench.rule_ideas", "Measure ideas for cache rules.")
     parser.add_argument("texts", nargs="+", metavar="TEXT")
     parser.add_argument("--slots", type=int, default=204)
     parser.add_argument("--windows", type=int, default=8)
     parser.add_argument("--layers", required=True, help="output of h2o-flexgen calibrate")
     parser.add_argument("--output", required=True)
-    sys.exit(options.main(parser, run, None))
+    sys.exit(execute(parser, run))

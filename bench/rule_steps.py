@@ -15,7 +15,8 @@ from statistics import median
 import torch
 
 from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams
-from h2o_flexgen.commands import options
+from h2o_flexgen.commands.main import execute
+from h2o_flexgen.commands.options import Parser
 from h2o_flexgen.evaluation.origin import origin
 from h2o_flexgen.formats import dtype_name
 from h2o_flexgen.kv_cache import RULES
@@ -46,8 +47,8 @@ def run(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    parser = options.Parser("python -m bench.rule_steps", "Time a decode step with each cache rule.")
+    parser = Parser("python -m bench.rule_steps", "Time a decode step with each cache rule.")
     parser.add_argument("--slots", type=int, default=204)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--output", required=True)
-    sys.exit(options.main(parser, run, None))
+    sys.exit(execute(parser, run))

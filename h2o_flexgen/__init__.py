@@ -7,27 +7,27 @@ __version__ = "0.1.0"
 
 _MODULES = {
     "LLM": "llm",
-    "CompletionOutput": "llm",
+    "CompletionOutput": "engine.outputs",
     "KVBudget": "policy",
     "Losses": "planning.losses",
     "Policy": "policy",
-    "RequestOutput": "llm",
+    "RequestOutput": "engine.outputs",
     "SamplingParams": "engine.params",
-    "ScoreOutput": "llm",
+    "ScoreOutput": "engine.outputs",
     "Session": "session",
     "UserError": "errors",
 }
 __all__ = list(_MODULES)
 
 
-# Before torch is imported: its threads (those of GNU's OpenMP) spin for milliseconds when they have nothing to do, on
-# the cores that compiled loops and transfers need then. With this they look for work a thousand times, then sleep.
+# Idle threads of torch (GNU's OpenMP) spin for milliseconds on cores that compiled loops and transfers need. With this,
+# which must be set before torch is imported, they poll a thousand times, then sleep.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
 def __getattr__(name: str):
-    # torch takes seconds to import: not before it is needed
+    # lazily, since torch takes seconds to import
     if name not in _MODULES:
         raise AttributeError(f"module 'h2o_flexgen' has no attribute {name!r}")
     return getattr(import_module(f"h2o_flexgen.{_MODULES[name]}"), name)

@@ -1,19 +1,19 @@
-"""Errors that a user can cause, and what a running job raises when it is asked to stop."""
+"""Errors that a user can cause, and the exception that stops a running job."""
 
 
 class UserError(ValueError):
-    """Something the user can put right: the message says in one line what it is and how.
+    """An error that the user can fix: the message says in one line what it is and how to fix it.
 
-    Arguments of the library stand in backticks, as `gpu_mem`; a command line shows its options instead (`cli.main`).
+    Arguments of the library stand in backticks, as `gpu_mem`; a command shows its options instead (`commands.main`).
     """
 
 
 class PlanError(UserError):
-    """The policy needs more of a tier than there is."""
+    """The policy needs more memory of a tier than there is."""
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal that ends a job arrived while a job ran; `signum` says which."""
+    """The signal `signum`, which ends a job, arrived while one ran."""
 
     def __init__(self, signum: int):
         super().__init__(f"interrupted by signal {signum}")
@@ -21,5 +21,5 @@ class Interrupted(KeyboardInterrupt):
 
 
 def reason(error: Exception) -> str:
-    """What an error of a library says, in one line."""
+    """The message of a library's error, in one line."""
     return str(error).strip().partition("\n")[0] or type(error).__name__

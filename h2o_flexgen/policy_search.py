@@ -2,7 +2,7 @@
 
 import sys
 
-from h2o_flexgen.commands.search import main
+from h2o_flexgen.commands.main import run_command
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command("search", None, "python -m h2o_flexgen.policy_search"))

@@ -1,4 +1,4 @@
-"""Sessions: streams without end over a KV cache of a fixed size, which `LLM.session` opens."""
+"""Sessions: endless streams over a KV cache of a fixed size, opened by `LLM.session`."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from math import ceil
-from numbers import Integral
 
 from h2o_flexgen.engine.batch import Sequence
 from h2o_flexgen.engine.model import LoadedModel
 from h2o_flexgen.engine.outputs import CompletionOutput, completion, text_of
-from h2o_flexgen.engine.params import SamplingParams, check_stop, params_of_each
+from h2o_flexgen.engine.params import SamplingParams, check_stop, params_of_each, whole_number
 from h2o_flexgen.engine.runner import Runner
 from h2o_flexgen.engine.stop import PARTIAL
 from h2o_flexgen.engine.streams import StreamingSampler
@@ -26,17 +25,17 @@ from h2o_flexgen.planning.planner import Planner
 from h2o_flexgen.planning.workload import Workload
 from h2o_flexgen.policy import KVBudget, Policy, gib
 
-#: more than a compressed cache is smaller than one in floats
+#: upper bound on how much smaller a compressed cache is
 MOST_COMPRESSED = 8
-#: (number of the stream, text that follows what came before)
+#: (number of the stream, next piece of its text)
 OnText = Callable[[int, str], None]
 
 
 class Session:
-    """One stream, or several in one block; `LLM.session` makes it.
+    """One stream, or several in one block; made by `LLM.session`.
 
-    With several streams every method takes a list with an entry for each, None for one that has nothing to do, and
-    returns such a list; with one, what an entry is. Streams do not see each other.
+    With several streams every method takes a list with an entry for each stream, None for an idle one, and returns such
+    a list; with one stream it takes and returns a single entry. Streams do not see each other.
 
     A call that raises UserError before it computes changes nothing. Any other error, and an interrupt, ends the
     session, as do `close`, `LLM.close` and the next job or session of the same `LLM`.
@@ -51,8 +50,11 @@ class Session:
         count: int | None,
         most: int | None,
     ):
-        """`count`: None for a single stream, not a list; `most`: tokens that a stream can have, None if there is no
-        end."""
+        """
+        Args:
+            count: streams; None for a single one, without lists.
+            most: the most tokens of a stream; None if there is no limit.
+        """
         self.model = model
         self.choice = choice
         self.most = most
@@ -60,7 +62,7 @@ class Session:
         self._runner = runner
         self._is_list = count is not None
         self._streams = runner.open(choice, count or 1)
-        self._answered = [False] * (count or 1)  # whether the text ends with an answer
+        self._answered = [False] * (count or 1)  # whether the text of each stream ends with an answer
         self._ends = [model.eos_ids] * (count or 1)  # token ids that end an answer
 
     def __enter__(self) -> Session:
@@ -85,13 +87,13 @@ class Session:
 
     @in_turn
     def feed(self, text: str | Seq[int] | None | list) -> list[float] | list[list[float] | None]:
-        """Read on. `text`: a text or token ids.
+        """Continue with a text, or token ids.
 
         Returns:
-            The natural logarithm of the probability of each token; the first one of a stream has none.
+            The natural logarithm of the probability of each token, except the first one of a stream.
 
         Raises:
-            UserError: a text that cannot be read, or that is too long where positions do not roll; or the session has
+            UserError: a text that cannot be read, or is too long for positions that do not roll; or the session has
                 ended.
         """
         ids = self._encoded(text, self._encode)
@@ -108,12 +110,13 @@ class Session:
         sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
         on_text: OnText | None = None,
     ) -> CompletionOutput | list[CompletionOutput | None]:
-        """Read on, and then write. `text`: as for `feed`, or an empty one to write on at once.
+        """Continue with a text, and then generate.
 
         Args:
+            text: as for `feed`; an empty one generates at once.
             sampling_params: for all streams, or a list with one for each.
-            on_text: is called with the number of a stream and a piece of text as soon as there is one; where a text may
-                end with a stop string, with all of it at its end.
+            on_text: called with the number of a stream and each piece of its text as soon as it is known; for a text
+                that may end with a stop string, with all of it at its end.
 
         Raises:
             UserError: as `feed`.
@@ -128,8 +131,8 @@ class Session:
         sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
         on_text: OnText | None = None,
     ) -> str | list[str | None]:
-        """The model's answer to the user's next message. Of what the chat template makes of the conversation only what
-        is new is read.
+        """The model's answer to the user's next message. Only the part of the conversation that is new, as rendered by
+        the chat template, is read.
 
         Raises:
             UserError: as `feed`, or the model has no chat template.
@@ -139,16 +142,16 @@ class Session:
         outputs = found if self._is_list else [found]
         return self._unwrapped([output and output.text for output in outputs])
 
-    # what goes in
+    # input
 
     def _encoded(self, given, encode: Callable[[int, object], list[int]]) -> dict[int, list[int]]:
-        """Token ids of each stream that has something to do."""
+        """Token ids of each stream that is not idle."""
         if self._streams.ended is not None:
             raise UserError(f"this session has ended ({self._streams.ended}): begin a new one")
         count = len(self._answered)
         each = given if self._is_list else [given]
         if not isinstance(each, (list, tuple)) or len(each) != count:
-            raise UserError(f"this session has {count} streams: give a list with something, or None, for each")
+            raise UserError(f"this session has {count} streams: give a list with an entry, or None, for each")
         return {row: encode(row, text) for row, text in enumerate(each) if text is not None or not self._is_list}
 
     def _encode(self, row: int, text) -> list[int]:
@@ -166,7 +169,7 @@ class Session:
             return self.model.encode([{"role": "user", "content": message}])
         ids = self.model.encode_next(message)
         waiting = self._streams.streams[row].waiting
-        # the model has ended its answer as the template would
+        # the model may have ended its answer as the template does
         return ids[1:] if ids[:1] == waiting and waiting[0] in self._ends[row] else ids
 
     def _check_lengths(self, ids: dict[int, list[int]], params: Seq[SamplingParams] | None = None) -> None:
@@ -174,13 +177,13 @@ class Session:
         for row, tokens in ids.items():
             length = self._streams.length(row, len(tokens)) + (params[row].max_tokens if params else 1)
             if self.most is not None and length > self.most:
-                of = f"stream {row}" if self._is_list else "the stream"
+                name = f"stream {row}" if self._is_list else "the stream"
                 raise UserError(
-                    f"{of} would come to {length} tokens, more than the model's {self.most} positions: a session with "
-                    "`position_rolling` and a KV budget goes on"
+                    f"{name} would come to {length} tokens, more than the model's {self.most} positions: a session "
+                    "with `position_rolling` and a KV budget has no limit"
                 )
 
-    # what comes out
+    # output
 
     def _generate(self, ids, sampling_params, on_text, answered: bool):
         params = params_of_each(sampling_params, len(self._answered))
@@ -189,15 +192,17 @@ class Session:
         self._check_lengths(ids, params)
         for row in ids:
             self._ends[row] = self.model.eos_ids.union(params[row].stop_token_ids)
-        tell = TextStreamer(self.model.tokenizer, on_text) if on_text else lambda sequences: None
-        sampler = StreamingSampler(self.model.eos_ids, self.model.tokenizer, tell)
+        on_tokens = TextStreamer(self.model.tokenizer, on_text) if on_text else lambda sequences: None
+        sampler = StreamingSampler(self.model.eos_ids, self.model.tokenizer, on_tokens)
         found = {}
         if ids:
             with self._runner.guard():
                 found = {s.index: s for s in self._streams.generate(ids, params, sampler)}
         self._end_turn(ids, answered)
-        done = [row in found and completion(found[row], self.model.tokenizer) for row in range(len(self._answered))]
-        return self._unwrapped([output or None for output in done])
+        outputs = [None] * len(self._answered)
+        for row, s in found.items():
+            outputs[row] = completion(s, self.model.tokenizer)
+        return self._unwrapped(outputs)
 
     def _end_turn(self, ids: dict[int, list[int]], answered: bool) -> None:
         for row in ids:
@@ -208,21 +213,22 @@ class Session:
 
 
 class TextStreamer:
-    """Hands texts on as their tokens come, in whole characters."""
+    """Passes new text of sequences to `on_text` after every step, in whole characters; text that a stop string may cut
+    short waits until its sequence has ended."""
 
     def __init__(self, tokenizer, on_text: OnText):
         self.tokenizer = tokenizer
         self.on_text = on_text
-        self._told = defaultdict(str)
+        self._sent = defaultdict(str)
 
     def __call__(self, sequences: list[Sequence]) -> None:
         for s in sequences:
             text = text_of(s, self.tokenizer)
-            told = self._told[s.index]
+            sent = self._sent[s.index]
             is_whole = s.finish_reason is not None or not (s.params.stop or text.endswith(PARTIAL))
-            if is_whole and len(text) > len(told):
-                self.on_text(s.index, text[len(told) :])
-                self._told[s.index] = text
+            if is_whole and len(text) > len(sent):
+                self.on_text(s.index, text[len(sent) :])
+                self._sent[s.index] = text
 
 
 def choose(
@@ -235,8 +241,8 @@ def choose(
     position_rolling: bool | None,
     chunk: int,
 ) -> tuple[ExecutionPlan, int | None]:
-    """What runs a session of `count` streams, and the most tokens of a stream, None if there is no end. The arguments
-    are those of `LLM.session`; a policy gets as many batches as the streams need.
+    """The plan of a session of `count` streams, and the most tokens of a stream, None if there is no limit. Arguments
+    are as for `LLM.session`; a policy gets as many batches as the streams need.
 
     Raises:
         UserError: an argument that cannot be used.
@@ -244,13 +250,12 @@ def choose(
     """
     spec = planner.model.spec
     positions = spec.context
-    for name, value in (("count", count), ("chunk", chunk)):
-        if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
-            raise UserError(f"`{name}` must be a whole number, 1 or more, not {value!r}")
+    count = whole_number("`count`", count, 1)
+    chunk = whole_number("`chunk`", chunk, 1)
     if kv_budget is None:
         if position_rolling:
             raise UserError("`position_rolling` needs a KV budget: a full cache ends with the model's positions")
-        kv_budget = KVBudget.from_size(0, positions, "recent")  # all that there can be
+        kv_budget = KVBudget.from_size(0, positions, "recent")  # which evicts nothing
     elif not isinstance(kv_budget, KVBudget) or (kv_budget.hh_ratio, kv_budget.recent_ratio) != (None, None):
         raise UserError("the KV budget of a session is in slots, since a stream has no length: KVBudget.from_size(512)")
     elif position_rolling is None:
@@ -260,7 +265,7 @@ def choose(
         except UserError as e:
             raise UserError(f"{e}. With `position_rolling` off a stream ends with the model's positions") from None
     if layer_losses(kv_budget.rule):
-        raise UserError("`kv_rule`: `layers` shares out the slots of texts of a known length, which a stream has not")
+        raise UserError("`kv_rule`: `layers` needs texts of a known length, which a stream lacks")
     slots = sum(kv_budget.slots(positions))
     room = max(1, positions - slots) if position_rolling else positions  # the planner refuses slots that leave none
     one = Workload((min(chunk, room),), gen_len=slots + 2, cached_len=min(slots, positions))
@@ -279,8 +284,8 @@ def choose(
 
 
 def _check_count(count: int, kv_bytes: int, resources: Resources) -> None:
-    """Raises PlanError for streams that no machine like this one can hold, however their caches are compressed: a
-    plan lists them all, which might fill the memory."""
+    """Raises PlanError for more streams than this machine can hold in any format, before a plan lists each of them,
+    which could fill the memory."""
     room = sum(resources.limits.values())
     if count * kv_bytes // MOST_COMPRESSED > room:
         raise PlanError(f"`count`: {count} streams need more than the {gib(room)} that are free: give fewer")

@@ -16,7 +16,7 @@ sys.path.insert(0, str(ROOT))
 from PIL import Image  # noqa: E402  comes with matplotlib
 
 from bench import common  # noqa: E402
-from h2o_flexgen.commands import analyse  # noqa: E402
+from h2o_flexgen.commands.main import run_command  # noqa: E402
 
 PLOT = ROOT / "docs" / "analysis.png"
 #: a palette that makes the plot's file a quarter as large
@@ -26,7 +26,7 @@ COLOURS = 64
 def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "analysis.json"
-        code = analyse.main(["--output", str(result), "--plot", str(PLOT)])
+        code = run_command("analyse", ["--output", str(result), "--plot", str(PLOT)], "h2o-flexgen analyse")
         if code == 0:
             Image.open(PLOT).quantize(COLOURS).save(PLOT, optimize=True)
             common.save("analysis_smollm2", json.loads(result.read_text()))

@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from h2o_flexgen.commands import search  # noqa: E402
+from h2o_flexgen.commands.main import run_command  # noqa: E402
 
 #: output tokens -> the ratio at which heavy + recent slots are 20 % of prompt + output, as in the H2O paper
 LENGTHS = {32: 0.1, 512: 0.2, 1024: 0.3}
@@ -25,7 +25,7 @@ def main() -> None:
                 words += ["--hardware", "policies/hardware/t4-16gb.json"]
                 path = ROOT / "policies" / f"t4-{model}-512-{gen}-{name}.json"
                 local = [str(ROOT / word) if word.startswith("policies/") else word for word in words]
-                if search.main([*local, "-o", str(path)]):
+                if run_command("search", [*local, "-o", str(path)], "h2o-flexgen search"):
                     sys.exit(1)
                 made_by = shlex.join(["python", "-m", "h2o_flexgen.policy_search", *words])
                 path.write_text(json.dumps({"made_by": made_by, **json.loads(path.read_text())}, indent=1) + "\n")

@@ -15,7 +15,7 @@ from h2o_flexgen.utils.interrupts import STOPPING  # noqa: E402
 tqdm.monitor_interval = 0  # its thread comes with the first bar of a process: tests count threads
 settings.register_profile("exact", deadline=None, derandomize=True, max_examples=100)
 settings.load_profile("exact")
-pytest.register_assert_rewrite("cli_tools")
+pytest.register_assert_rewrite("command_tools")
 
 
 @pytest.fixture(autouse=True)
@@ -40,6 +40,16 @@ def without_cuda(request, monkeypatch):
     """Tests that do not ask for CUDA give the same where there is some."""
     if request.node.get_closest_marker("gpu") is None:
         monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def shared_answers(tmp_path_factory):
+    """The workers of pytest-xdist share the oracle's answers; their folders have the same parent."""
+    import zoo
+
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        zoo.SHARED = tmp_path_factory.getbasetemp().parent / "answers"
+        zoo.SHARED.mkdir(exist_ok=True)
 
 
 @pytest.fixture(scope="session")
@@ -94,7 +104,7 @@ def no_measuring(monkeypatch):
     """Policy "auto" searches on a machine that was never measured: measuring takes a minute."""
     import machines
 
-    for module in ("llm", "profiling.measure"):
+    for module in ("engine_args", "profiling.measure"):
         monkeypatch.setattr(f"h2o_flexgen.{module}.load_or_measure", lambda *a: machines.laptop())
 
 

@@ -1,12 +1,13 @@
-"""Cache rules, with sets and masks: one prompt at a time, the whole history kept, nothing clever.
+"""Cache rules with Python sets: one prompt at a time, the whole history kept, nothing clever.
 
-Written from the papers and from transformers' models, without a look at the engine: its own attention, norms and
-rotations, a Python set of kept positions per layer and KV head. Slow and easy to check. Also full attention
+Written from the papers and from transformers' models, without looking at the engine: its own attention, norms and
+rotations, and a set of kept positions per layer and KV head. Slow and easy to check. Also full attention
 (`heavy=None`).
 """
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,12 +17,12 @@ from torch import Tensor
 
 @dataclass
 class Trace:
-    """What became of one prompt.
+    """What was generated for one prompt, and how close the decisions were.
 
     Attributes:
-        greedy: the most likely token in the place of each of `tokens`.
-        margins: per token, how far its logit is above the second best.
-        slack: the smallest difference in score that decided which token stays or goes.
+        greedy: the most likely token at each step, whether it was chosen or not.
+        margins: per token, the distance of its logit from the best other one.
+        slack: the smallest difference in rank that decided which token stays or goes.
         rounding: the smallest gap that decided how a number in the cache was rounded (`rounded`).
         kept: per step (0 is prefill), layer and KV head: the positions kept at the end of the step.
         evicted: per layer and KV head: how many tokens were dropped.
@@ -42,48 +43,53 @@ class Trace:
 
 
 class H2O:
-    """The cache of one KV head under H2O (arXiv 2306.14048, section 4), and what the other rules are made from.
+    """The cache of one KV head under H2O (arXiv 2306.14048, section 4), and the base of the other rules.
 
-    It is told of every token and of every query, prompt first, and says who stays. Positions count from 0.
+    It is shown every token and every query, those of the prompt first, and decides which tokens stay. Positions count
+    from 0.
 
     Attributes:
-        score: by position, what the rule makes of the attention so far.
+        score: by position, the score from the attention so far.
         prompt: tokens of the prompt.
     """
 
-    #: whether only the prompt is cut, and all that follows stays
+    #: whether only the prompt is cut, and every later token stays
     grows = False
-    #: gaps are counted in this unit, that of a sum of attention
+    #: gaps between ranks are divided by this, to be comparable with gaps between sums of attention
     unit = 1.0
 
     def __init__(self, heavy: int, recent: int, head: int = 0, first: int = 0, last: int = 0):
-        self.slots, self.window, self.head, self.first, self.last = heavy + recent, recent, head, first, last
+        self.slots = heavy + recent
+        self.window = recent
+        self.head = head
+        self.first = first
+        self.last = last
         self.score: dict[int, float] = {}
         self.prompt = 0
 
-    # what it is told
+    # what it is shown
 
-    def see_token(self, j: int, v: list[float]) -> None:
-        """The token at position j, with its value."""
+    def see_token(self, j: int, k: list[float], v: list[float]) -> None:
+        """The token at position j, with its rotated key and its value."""
 
     def see_query(self, i: int, row: dict[int, float]) -> None:
-        """The query at position i, and the attention that it gives to each token: the sum over the heads of a group."""
+        """The query at position i: the attention it gives to each token, summed over the heads of a group."""
         for j, p in row.items():
             self.score[j] = self.score.get(j, 0) + p
 
-    # what it says
+    # what it decides
 
     def rank(self, j: int, now: int) -> float:
-        """Of tokens that are not protected the highest stay, when the newest token is at position `now`."""
+        """Of the unprotected tokens the highest stay, when the newest token is at position `now`."""
         return self.score[j]
 
     def protects(self, j: int, now: int) -> bool:
-        in_window, at_end = j > now - self.window, self.prompt - self.last <= j < self.prompt
-        return in_window or j < self.first or at_end
+        at_end = self.prompt - self.last <= j < self.prompt
+        return j > now - self.window or j < self.first or at_end
 
     def keep(self, n: int) -> tuple[set[int], float]:
-        """Positions that stay of a prompt of n tokens, and the smallest gap between a kept and a dropped rank: how much
-        rounding may do before others stay. Of equal ones the earlier stays."""
+        """Positions that stay of a prompt of n tokens, and the smallest gap between a kept and a dropped rank, which
+        rounding errors must not exceed. Of equal ranks the earlier stays."""
         self.prompt = n
         tokens = set(range(n))
         if n <= self.slots:
@@ -96,12 +102,12 @@ class H2O:
         return protected | set(others[:room]), self.gap([ranks[j] for j in others], room) / self.unit
 
     def gap(self, ranks: list[float], room: int) -> float:
-        """`ranks` fall; the first `room` stay."""
+        """`ranks` are descending; the first `room` stay."""
         return ranks[room - 1] - ranks[room] if room else float("inf")
 
     def evict(self, kept: set[int], now: int) -> tuple[int | None, float]:
         """The token that goes after a step whose new token is at position `now`, and the gap to the next worst. Of
-        equal ones the earlier goes."""
+        equal ranks the earlier goes."""
         if self.grows or len(kept) <= self.slots:
             return None, float("inf")
         ranks = {j: self.rank(j, now) for j in kept if not self.protects(j, now)}
@@ -140,7 +146,7 @@ class ValueAware(H2O):
     def unit(self):
         return max(self.norm.values())
 
-    def see_token(self, j, v):
+    def see_token(self, j, k, v):
         self.norm[j] = sum(map(abs, v))
 
     def rank(self, j, now):
@@ -149,12 +155,13 @@ class ValueAware(H2O):
 
 class Smoothed(ValueAware):
     """The mean attention of a token times the L1 norm of its value, with `queries` more observations in which it
-    received one slot's share of a query's attention; an observation counts decay^(number of later ones). Of the recent
-    tokens a quarter of the slots stays."""
+    received one slot's share of a query's attention; an observation counts decay^(number of later ones). The window is
+    a quarter of the slots."""
 
     def __init__(self, heavy, recent, *args, queries: int = 16, first: int = 0, decay: float = 0.9995, **options):
         super().__init__(heavy, recent, *args, first=first, **options)
-        self.queries, self.decay = queries, decay
+        self.queries = queries
+        self.decay = decay
         if heavy:
             self.window = min(recent, (self.slots + 3) // 4)
 
@@ -199,7 +206,7 @@ class Strided(Recent):
         return self.slots - self.window - self.first - self.last
 
     def columns(self, n: int) -> set[int]:
-        """Of a text of n tokens, those that are on the lattice."""
+        """The tokens on the lattice in a text of n tokens."""
         if self.room() == 0:
             return set()
         s = 1
@@ -226,7 +233,8 @@ class Fixed(Strided):
     last one of every 2, 4, ... blocks."""
 
     def columns(self, n):
-        room, size = self.room(), max(1, self.window)
+        room = self.room()
+        size = max(1, self.window)
         blocks = n // size
         if room == 0 or blocks == 0:
             return set()
@@ -250,7 +258,9 @@ class SnapKV(H2O):
 
     def __init__(self, *args, window: int = 32, pool: int = 7, pooling: str = "max", **options):
         super().__init__(*args, **options)
-        self.voters, self.pool, self.pooling = window, pool, pooling
+        self.voters = window
+        self.pool = pool
+        self.pooling = pooling
         self.rows: list[dict[int, float]] = []
 
     def see_query(self, i, row):
@@ -258,8 +268,11 @@ class SnapKV(H2O):
 
     def rank(self, j, now):
         neighbours = range(max(0, j - self.pool // 2), min(j + self.pool // 2, now - self.window) + 1)
-        votes = [sum(row.get(other, 0) for row in self.rows[-self.voters :]) for other in neighbours]
+        votes = map(self.votes, neighbours)
         return max(votes) if self.pooling == "max" else sum(votes)
+
+    def votes(self, j):
+        return sum(row.get(j, 0) for row in self.rows[-self.voters :])
 
     def gap(self, ranks, room):
         # equal ranks are one vote that reaches several tokens: rounding moves them together
@@ -268,7 +281,7 @@ class SnapKV(H2O):
 
 
 class Random(H2O):
-    """A lot that depends on position and head."""
+    """A hash of position and head."""
 
     def rank(self, j, now):
         x = np.array([j * 0x2545F491 + (self.head + 1) * 0x1B873593]).astype(np.int32)
@@ -276,7 +289,7 @@ class Random(H2O):
         return int((x ^ (x >> 13))[0] >> 8)
 
 
-#: by the name in a KV budget
+#: by their names in a KV budget
 RULES = {
     "smoothed": Smoothed,
     "h2o": H2O,
@@ -296,67 +309,68 @@ RULES = {
 
 
 def make_rule(text: str, heavy: int, recent: int, head: int = 0) -> H2O:
-    """ "name" or "name:option=value:option=value", for a KV head."""
+    """ "name" or "name:option=value:option=value", for a KV head. Values are numbers where they look like one."""
     name, *given = text.split(":")
-    options = dict(each.split("=") for each in given)
-    for option, value in options.items():
-        if option != "pooling":
-            options[option] = float(value) if option == "decay" else int(value)
+    options = {}
+    for each in given:
+        option, value = each.split("=")
+        for kind in (str, float, int):
+            with suppress(ValueError):
+                options[option] = kind(value)
     return RULES[name](heavy, recent, head, **options)
 
 
 def quantised(kind: str | None, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """What a cache of 8 or 4 bits makes of K and V (..., D), one vector after the other: K has 8 bits in both."""
+    """K and V (..., D) as a cache in 8 or 4 bits returns them, vector by vector; K has 8 bits in both."""
     return rounded(kind, k, v)[:2]
 
 
 def rounded(kind: str | None, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, float]:
-    """The same, and how near the nearest rounding was to going the other way, in units of what fp32 may be off."""
+    """The same, and the smallest gap between a number and the point where it would round the other way, in units of
+    possible fp32 errors."""
     if kind is None:
         return k, v, float("inf")
-    found, gaps = [], []
-    for each, y in ((rounded8, k), (rounded8 if kind == "int8" else rounded4, v)):
-        vectors, near = zip(*map(each, y.reshape(-1, y.shape[-1])))
-        found.append(torch.stack(vectors).view_as(y))
-        gaps += near
-    return *found, min(gaps)
+    rounded_k, k_gaps = zip(*map(rounded8, k.reshape(-1, k.shape[-1])))
+    rounded_v, v_gaps = zip(*map(rounded8 if kind == "int8" else rounded4, v.reshape(-1, v.shape[-1])))
+    return torch.stack(rounded_k).view_as(k), torch.stack(rounded_v).view_as(v), min(*k_gaps, *v_gaps)
 
 
 def rounded8(x: Tensor) -> tuple[Tensor, float]:
-    """One of -127 to 127 steps, of which the largest is the largest element."""
+    """Each element as one of -127 to 127 steps, where 127 is the largest element."""
     step, gap = half(float(x.abs().max()) / 127)
     codes = x / step if step else x * 0
     return torch.round(codes) * step, min(gap, between(codes))
 
 
 def rounded4(x: Tensor) -> tuple[Tensor, float]:
-    """One of 16 values from the least element to the largest."""
-    (least, gap), (step, other) = half(float(x.min())), half(float(x.max() - x.min()) / 15)
+    """Each element as one of 16 values from the smallest element to the largest."""
+    least, gap = half(float(x.min()))
+    step, other = half(float(x.max() - x.min()) / 15)
     codes = (x - least) / step if step else x * 0
     return torch.round(codes).clamp(0, 15) * step + least, min(gap, other, between(codes))
 
 
 def half(x: float) -> tuple[float, float]:
-    """In fp16; the gap in units of 0.002 of its last place."""
+    """In fp16, and the gap in units of 0.002 of its last place."""
     found = np.float16(x)
     place = float(np.spacing(np.abs(found)))
     return float(found), abs(abs(x - float(found)) - place / 2) / (2e-3 * place)
 
 
 def between(codes: Tensor) -> float:
-    """The gap of numbers that are rounded to whole ones, in units of 0.0003."""
+    """The gap of numbers that are rounded to integers, in units of 0.0003."""
     return float((codes - torch.floor(codes) - 0.5).abs().min()) / 3e-4
 
 
 def fresh_rotary(model):
-    """A new rotary module of a transformers model, None if it has none: with dynamic RoPE a used one remembers the
-    longest text that it has seen."""
+    """A new rotary module of a transformers model, or None: with dynamic RoPE a used one remembers the longest text it
+    has seen."""
     used = getattr(model.base_model, "rotary_emb", None)
     return None if used is None else type(used)(model.config)
 
 
 class Oracle:
-    """Generates with the weights of a transformers model, in `dtype`. Subclasses know the layers of a family.
+    """Generates with the weights of a transformers model in `dtype`. A subclass computes the layers of a family.
 
     Shapes: n tokens of one sequence, H query heads, KV heads of K and V, D elements of a head.
     """
@@ -364,14 +378,16 @@ class Oracle:
     prefix = "model."
 
     def __init__(self, model, dtype: torch.dtype = torch.float64):
-        self.model, self.config = model, model.config
+        self.model = model
+        self.config = model.config
         self.dtype = dtype
         self.w = {name.removeprefix(self.prefix): t.detach().to(dtype) for name, t in model.state_dict().items()}
-        self.layers, self.heads = self.config.num_hidden_layers, self.config.num_attention_heads
+        self.layers = self.config.num_hidden_layers
+        self.heads = self.config.num_attention_heads
         self.kv_heads = getattr(self.config, "num_key_value_heads", None) or self.heads
         self.group = self.heads // self.kv_heads
 
-    # what a family says
+    # what a family defines
 
     def embed(self, tokens: list[int], positions: range) -> Tensor:
         raise NotImplementedError
@@ -397,11 +413,13 @@ class Oracle:
         return x / torch.sqrt((x * x).mean(-1, keepdim=True) + self.config.rms_norm_eps) * self.w[f"{name}.weight"]
 
     def rotate(self, x: Tensor) -> Tensor:
-        """x (n, heads, D) at the positions of this step: of each head the first elements turn in pairs, the first with
-        the one half of them further on, and so forth; those behind stay."""
+        """x (n, heads, D) at the positions of this step. Elements i and i + half of a head are rotated as a pair, for
+        each i < half; elements from 2 * half on stay."""
         half = self.angles.shape[-1]
-        cos, sin = (f(self.angles)[:, None] * self.scale for f in (torch.cos, torch.sin))
-        a, b = x[..., :half], x[..., half : 2 * half]
+        cos = torch.cos(self.angles)[:, None] * self.scale
+        sin = torch.sin(self.angles)[:, None] * self.scale
+        a = x[..., :half]
+        b = x[..., half : 2 * half]
         return torch.cat([a * cos - b * sin, b * cos + a * sin, x[..., 2 * half :]], -1)
 
     # one prompt
@@ -417,19 +435,24 @@ class Oracle:
         cache: str | None = None,
         forced: list[int] | None = None,
     ) -> Trace:
-        """The most likely tokens, or those of `forced`; `margins` are then how far each is above the best other. The
-        slots may be a tuple, with those of each layer. `cache`: "int8" or "int4"."""
-        L, KV = self.layers, self.kv_heads
+        """Generate the most likely tokens, or feed those of `forced`. `heavy` and `recent` may be tuples: slots for
+        each layer. `cache`: "int8" or "int4"."""
+        L = self.layers
+        KV = self.kv_heads
         self.cache = cache
         self.trace = Trace(evicted=[[0] * KV for _ in range(L)])
-        slots = [n if isinstance(n, tuple) else (n,) * L for n in (heavy, recent)]
-        budget = heavy is not None
-        self.rules = [[make_rule(rule, *n, h) if budget else None for h in range(KV)] for n in zip(*slots)]
+        heavies, recents = (n if isinstance(n, tuple) else (n,) * L for n in (heavy, recent))
+        self.rules = [None] * L
+        if heavy is not None:
+            self.rules = [self._rules(rule, *slots) for slots in zip(heavies, recents)]
         self.rotary = fresh_rotary(self.model)
         self.k = [None] * L
         self.v = [None] * L
-        self.kept = [[set() for _ in range(KV)] for _ in range(L)]
-        fed, first = list(prompt), 0
+        self.kept = []
+        for _ in range(L):
+            self.kept.append([set() for _ in range(KV)])
+        fed = list(prompt)
+        first = 0
         for step in range(max_tokens):
             logits = self._forward(fed, first)
             first += len(fed)
@@ -440,76 +463,78 @@ class Oracle:
             self.trace.greedy.append(greedy)
             self.trace.logprobs.append(float(torch.log_softmax(logits, 0)[token]))
             self.trace.margins.append(float(logits[token] - others.max()))
-            self.trace.kept.append([[frozenset(kept) for kept in layer] for layer in self.kept])
+            self.trace.kept.append([list(map(frozenset, layer)) for layer in self.kept])
             fed = [token]
         return self.trace
 
+    def _rules(self, text: str, heavy: int, recent: int) -> list[H2O]:
+        """The rules of a layer."""
+        return [make_rule(text, heavy, recent, h) for h in range(self.kv_heads)]
+
     def _forward(self, tokens: list[int], first: int) -> Tensor:
-        """Logits after the last of `tokens`, whose first one is at position `first`."""
+        """Logits after the last of `tokens`, the first of which is at position `first`."""
         positions = range(first, first + len(tokens))
         if self.rotary is not None:
-            self._turn(torch.tensor([list(positions)]))
+            self.turn_to(torch.tensor([list(positions)]))
         x = self.embed(tokens, positions)
         for layer in range(self.layers):
             x = self.block(layer, x)
         return self.logits(x[-1])
 
-    def _turn(self, positions: Tensor) -> None:
-        """The angles of this step, (n, pairs). Radians per position are transformers', at the length of the text."""
+    def turn_to(self, positions: Tensor) -> None:
+        """Set the angles (n, pairs) of this step, with transformers' radians per position at this length of text."""
         self.rotary(torch.zeros(1), positions)
         self.angles = positions[0, :, None].to(self.dtype) * self.rotary.inv_freq.to(self.dtype)
         self.scale = self.rotary.attention_scaling
 
     def attention(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q (n, H, D), k and v (n, KV, D) of new tokens -> (n, H * D). A prompt sees its tokens as they are; what is
-        cached of them is rounded, and a later token sees all so, itself too."""
+        """q (n, H, D), k and v (n, KV, D) of new tokens -> (n, H * D). The tokens of a prompt see one another before
+        they are rounded for the cache; a later token sees all of them rounded, itself included."""
         is_prompt = self.k[layer] is None
         stored_k, stored_v, gap = rounded(self.cache, k, v)
         self.trace.rounding = min(self.trace.rounding, gap)
         self.k[layer] = stored_k if is_prompt else torch.cat([self.k[layer], stored_k])
         self.v[layer] = stored_v if is_prompt else torch.cat([self.v[layer], stored_v])
-        contexts = []
-        for h in range(self.kv_heads):
-            group = [q[:, g] for g in range(h * self.group, (h + 1) * self.group)]
-            if is_prompt:
-                contexts += self._prompt_heads(layer, h, group, k[:, h], v[:, h])
-            else:
-                contexts += self._token_heads(layer, h, group, self.k[layer][:, h], self.v[layer][:, h], v[0, h])
-        return torch.cat(contexts, -1)
+        of_a_head = self._prompt if is_prompt else self._token
+        groups = q.split(self.group, 1)
+        contexts = [of_a_head(layer, h, groups[h], k[:, h], v[:, h]) for h in range(self.kv_heads)]
+        return torch.cat(contexts, 1).flatten(1)
 
-    def _prompt_heads(self, layer: int, h: int, group: list[Tensor], k: Tensor, v: Tensor) -> list[Tensor]:
-        """The query heads of KV head h."""
-        n, rule = len(k), self.rules[layer][h]
+    def _prompt(self, layer: int, h: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """KV head h over a prompt: q (n, G, D) of its group, k and v (n, D) -> (n, G, D)."""
+        n = len(k)
         future = torch.arange(n)[None, :] > torch.arange(n)[:, None]
-        each = [torch.softmax((q @ k.T / q.shape[-1] ** 0.5).masked_fill(future, float("-inf")), -1) for q in group]
+        logits = torch.einsum("igd,jd->gij", q, k) / k.shape[1] ** 0.5
+        p = logits.masked_fill(future, float("-inf")).softmax(-1)
         self.kept[layer][h] = set(range(n))
-        if rule is not None:
-            for i, (row, value) in enumerate(zip(sum(each).tolist(), v.tolist())):
-                rule.see_token(i, value)
-                rule.see_query(i, dict(enumerate(row[: i + 1])))
-            self.kept[layer][h], gap = rule.keep(n)
-            self.trace.slack = min(self.trace.slack, gap)
-            self.trace.evicted[layer][h] += n - len(self.kept[layer][h])
-        return [p @ v for p in each]
+        if self.rules[layer] is not None:
+            rule = self.rules[layer][h]
+            received = p.sum(0).tolist()
+            for i in range(n):
+                rule.see_token(i, k[i].tolist(), v[i].tolist())
+                rule.see_query(i, dict(enumerate(received[i][: i + 1])))
+            kept, gap = rule.keep(n)
+            self._drop(layer, h, self.kept[layer][h] - kept, gap)
+        return torch.einsum("gij,jd->igd", p, v)
 
-    def _token_heads(
-        self, layer: int, h: int, group: list[Tensor], k: Tensor, v: Tensor, newest: Tensor
-    ) -> list[Tensor]:
-        """`newest`: the value of the new token as it is."""
-        now, rule, kept = len(k) - 1, self.rules[layer][h], self.kept[layer][h]
-        kept.add(now)
-        gone = torch.tensor([j not in kept for j in range(now + 1)])
-        each = [torch.softmax((q[0] @ k.T / q.shape[-1] ** 0.5).masked_fill(gone, float("-inf")), -1) for q in group]
-        if rule is not None:
-            row = sum(each).tolist()
-            rule.see_token(now, newest.tolist())
-            rule.see_query(now, {j: row[j] for j in kept})
-            goes, gap = rule.evict(kept, now)
-            if goes is not None:
-                kept.remove(goes)
-                self.trace.slack = min(self.trace.slack, gap)
-                self.trace.evicted[layer][h] += 1
-        return [(p @ v)[None] for p in each]
+    def _token(self, layer: int, h: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """KV head h for one more token: q (1, G, D) of its group, k and v (1, D), not yet rounded -> (1, G, D)."""
+        now = len(self.k[layer]) - 1
+        self.kept[layer][h].add(now)
+        seen = sorted(self.kept[layer][h])
+        p = (q[0] @ self.k[layer][seen, h].T / k.shape[1] ** 0.5).softmax(-1)
+        if self.rules[layer] is not None:
+            rule = self.rules[layer][h]
+            rule.see_token(now, k[0].tolist(), v[0].tolist())
+            rule.see_query(now, dict(zip(seen, p.sum(0).tolist())))
+            goes, gap = rule.evict(self.kept[layer][h], now)
+            self._drop(layer, h, set() if goes is None else {goes}, gap)
+        return (p @ self.v[layer][seen, h])[None]
+
+    def _drop(self, layer: int, h: int, gone: set[int], gap: float) -> None:
+        self.kept[layer][h] -= gone
+        self.trace.evicted[layer][h] += len(gone)
+        self.trace.slack = min(self.trace.slack, gap)
 
 
 class OptOracle(Oracle):
@@ -528,7 +553,8 @@ class OptOracle(Oracle):
         return x + self.w["embed_positions.weight"][[2 + p for p in positions]]
 
     def block(self, layer, x):
-        at, before = f"layers.{layer}", self.config.do_layer_norm_before
+        at = f"layers.{layer}"
+        before = self.config.do_layer_norm_before
         y = self.norm(f"{at}.self_attn_layer_norm", x, 1e-5) if before else x
         q, k, v = (self.linear(f"{at}.self_attn.{p}_proj", y).view(len(x), self.heads, -1) for p in "qkv")
         x = x + self.linear(f"{at}.self_attn.out_proj", self.attention(layer, q, k, v))
@@ -556,13 +582,15 @@ class LlamaOracle(Oracle):
         return self.w["embed_tokens.weight"][tokens]
 
     def block(self, layer, x):
-        at, mlp = f"layers.{layer}.self_attn", f"layers.{layer}.mlp"
+        at = f"layers.{layer}.self_attn"
+        mlp = f"layers.{layer}.mlp"
         y = self.rms_norm(f"layers.{layer}.input_layernorm", x)
         q = self.linear(f"{at}.q_proj", y).view(len(x), self.heads, -1)
         k = self.linear(f"{at}.k_proj", y).view(len(x), self.kv_heads, -1)
         v = self.linear(f"{at}.v_proj", y).view(len(x), self.kv_heads, -1)
         if f"{at}.q_norm.weight" in self.w:
-            q, k = self.rms_norm(f"{at}.q_norm", q), self.rms_norm(f"{at}.k_norm", k)
+            q = self.rms_norm(f"{at}.q_norm", q)
+            k = self.rms_norm(f"{at}.k_norm", k)
         x = x + self.linear(f"{at}.o_proj", self.attention(layer, self.rotate(q), self.rotate(k), v))
         y = self.rms_norm(f"layers.{layer}.post_attention_layernorm", x)
         gated = self.act(self.linear(f"{mlp}.gate_proj", y)) * self.linear(f"{mlp}.up_proj", y)
@@ -585,7 +613,8 @@ class NeoXOracle(Oracle):
         return self.w["embed_in.weight"][tokens]
 
     def block(self, layer, x):
-        at, eps = f"layers.{layer}", self.config.layer_norm_eps
+        at = f"layers.{layer}"
+        eps = self.config.layer_norm_eps
         mixed = self.linear(f"{at}.attention.query_key_value", self.norm(f"{at}.input_layernorm", x, eps))
         D = x.shape[-1] // self.heads
         # one head after the other, and of each its query, key and value

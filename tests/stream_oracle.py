@@ -1,14 +1,15 @@
-"""A stream, with sets: every key kept as it was before it was rotated, all else recomputed at each step.
+"""A stream with Python sets: every key is kept unrotated, and all else is recomputed at each step.
 
-A stream is read in chunks. The tokens of a chunk see what a head holds and, causally, themselves; the rule is told of
-all of it; then of both together those stay that it protects, and of the others those that it ranks highest. In a decode
-step it is as in `oracle.py`: a chunk of one token, but no prompt. With rolling positions the n tokens that a head holds
-have, in order, the positions 0 to n - 1, and the q tokens of a chunk n to n + q - 1; without, those of the text.
+A stream is read in chunks. The tokens of a chunk see the tokens in a head's cache and, causally, one another. The rule
+is shown all of it; then, of both together, the protected tokens stay and the highest-ranked others. A decode step is as
+in `oracle.py`: a chunk of one token, which is not a prompt. With rolling positions the n cached tokens have, in order,
+the positions 0 to n - 1, and the q tokens of a chunk n to n + q - 1; without, those of the text.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 
 import torch
 from oracle import Oracle, fresh_rotary, make_rule
@@ -19,8 +20,8 @@ class StreamOracle:
     """One stream through the layers of an `Oracle`.
 
     Attributes:
-        slack: the smallest gap between ranks that decided; margin: of a logit above the second best.
-        logprobs: of every token but the first that was read or generated.
+        slack: the smallest gap between ranks that decided; margin: the smallest between the best two logits.
+        logprobs: of every token that was read or generated, except the first.
     """
 
     def __init__(self, oracle: Oracle, heavy: int, recent: int, rule: str = "smoothed", rolling: bool = True):
@@ -28,32 +29,37 @@ class StreamOracle:
         self.oracle.rotate = lambda x: x
         self.oracle.attention = self.attention
         self.rolling = rolling
-        L, KV = oracle.layers, oracle.kv_heads
-        self.k, self.v = [None] * L, [None] * L
-        self.kept = [[set() for _ in range(KV)] for _ in range(L)]
-        self.rules = [[make_rule(rule, heavy, recent, h) for h in range(KV)] for _ in range(L)]
-        self.length, self.logits, self.logprobs = 0, None, []
-        self.slack = self.margin = float("inf")
+        layers = range(oracle.layers)
+        heads = range(oracle.kv_heads)
+        self.k = [None for _ in layers]
+        self.v = [None for _ in layers]
+        self.kept = {(layer, h): set() for layer in layers for h in heads}
+        self.rules = {(layer, h): make_rule(rule, heavy, recent, h) for layer in layers for h in heads}
+        self.length = 0
+        self.logits = None
+        self.logprobs = []
+        self.slack = float("inf")
+        self.margin = float("inf")
         self.rotary = fresh_rotary(oracle.model)
-
-    # what is done with a stream
 
     @torch.no_grad()
     def read(self, tokens: list[int], is_prompt: bool = True) -> None:
-        """One chunk, or a token that was generated."""
-        self.is_prompt, at = is_prompt, range(self.length, self.length + len(tokens))
+        """Read a chunk, or one token that was generated."""
+        self.is_prompt = is_prompt
         if self.logits is not None:
-            self._score(self.logits, tokens[0])
-        x = self.oracle.embed(tokens, at)
+            self.score(tokens[0])
+        x = self.oracle.embed(tokens, range(self.length, self.length + len(tokens)))
         for layer in range(self.oracle.layers):
             x = self.oracle.block(layer, x)
-        each = [self.oracle.logits(row) for row in x]
-        for logits, token in zip(each, tokens[1:]):
-            self._score(logits, token)
-        self.length, self.logits = at.stop, each[-1]
+        self.length += len(tokens)
+        for row, token in zip(x, [*tokens[1:], None]):
+            self.logits = self.oracle.logits(row)
+            if token is not None:
+                self.score(token)
 
-    def _score(self, logits: Tensor, token: int) -> None:
-        self.logprobs.append(float(torch.log_softmax(logits, 0)[token]))
+    def score(self, token: int) -> None:
+        """Append the log-probability of the next token."""
+        self.logprobs.append(float(torch.log_softmax(self.logits, 0)[token]))
 
     def feed(self, tokens: list[int], chunk: int) -> None:
         for begin in range(0, len(tokens), chunk):
@@ -70,53 +76,55 @@ class StreamOracle:
             found.append(int(self.logits.argmax()))
         return found
 
-    # attention, for one head of keys and values after the other
+    # attention, one KV head after the other
 
     def attention(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q (n, H, D), k and v (n, KV, D) of new tokens, none of them rotated -> (n, H * D)."""
+        """q (n, H, D), k and v (n, KV, D) of new tokens, all unrotated -> (n, H * D)."""
         is_first = self.k[layer] is None
         self.k[layer] = k if is_first else torch.cat([self.k[layer], k])
         self.v[layer] = v if is_first else torch.cat([self.v[layer], v])
-        contexts = []
-        for h in range(self.oracle.kv_heads):
-            contexts += self._head(layer, h, q[:, h * self.oracle.group : (h + 1) * self.oracle.group])
-        return torch.cat(contexts, -1)
+        groups = q.split(self.oracle.group, 1)
+        contexts = [self._head(layer, h, groups[h]) for h in range(self.oracle.kv_heads)]
+        return torch.cat(contexts, 1).flatten(1)
 
-    def _head(self, layer: int, h: int, q: Tensor) -> list[Tensor]:
-        new = range(self.length, self.length + len(q))
-        held = [*sorted(self.kept[layer][h]), *new]
-        k, v = self.k[layer][held, h], self.v[layer][held, h]
-        places = range(len(held)) if self.rolling else held
-        k = self._rotated(k[:, None], places)[:, 0]
-        q = self._rotated(q, list(places)[-len(q) :])
-        future = torch.tensor([[j > i for j in held] for i in new])
-        each = [q[:, g] @ k.T / q.shape[-1] ** 0.5 for g in range(q.shape[1])]
-        each = [logits.masked_fill(future, float("-inf")).softmax(-1) for logits in each]
-        rule = self.rules[layer][h]
-        for j, value in zip(new, v[-len(q) :].tolist()):
-            rule.see_token(j, value)
-        for i, row in zip(new, sum(each).tolist()):
-            rule.see_query(i, {j: p for j, p in zip(held, row) if j <= i})
-        self.kept[layer][h] = self._staying(rule, held)
-        return [p @ v for p in each]
+    def _head(self, layer: int, h: int, q: Tensor) -> Tensor:
+        """q (n, G, D) of the group of KV head h -> (n, G, D)."""
+        n = len(q)
+        new = range(self.length, self.length + n)
+        seen = [*sorted(self.kept[layer, h]), *new]
+        v = self.v[layer][seen, h]
+        cached_k = self.k[layer][seen, h]
+        places = range(len(seen)) if self.rolling else seen
+        k = self._rotated(cached_k[:, None], places)[:, 0]
+        q = self._rotated(q, places[-n:])
+        future = torch.tensor(seen)[None, :] > torch.tensor(new)[:, None]
+        logits = torch.einsum("igd,jd->gij", q, k) / q.shape[-1] ** 0.5
+        p = logits.masked_fill(future, float("-inf")).softmax(-1)
+        rule = self.rules[layer, h]
+        for j, key, value in zip(new, (cached_k if self.rolling else k)[-n:].tolist(), v[-n:].tolist()):
+            rule.see_token(j, key, value)
+        for i, row in zip(new, p.sum(0).tolist()):
+            rule.see_query(i, {j: received for j, received in zip(seen, row) if j <= i})
+        self.kept[layer, h] = self._staying(rule, seen)
+        return torch.einsum("gij,jd->igd", p, v)
 
-    def _staying(self, rule, held: list[int]) -> set[int]:
-        now = held[-1]
+    def _staying(self, rule, seen: list[int]) -> set[int]:
+        now = seen[-1]
         if self.is_prompt:
             rule.prompt = now + 1
-        if len(held) <= rule.slots:
-            return set(held)
-        protected = {j for j in held if rule.protects(j, now)}
-        ranks = {j: rule.rank(j, now) for j in held if j not in protected}
+        if len(seen) <= rule.slots:
+            return set(seen)
+        protected = {j for j in seen if rule.protects(j, now)}
+        ranks = {j: rule.rank(j, now) for j in seen if j not in protected}
         others = sorted(ranks, key=lambda j: (-ranks[j], j))
         room = rule.slots - len(protected)
         self.slack = min(self.slack, rule.gap([ranks[j] for j in others], room) / rule.unit)
         return {*protected, *others[:room]}
 
-    def _rotated(self, x: Tensor, places) -> Tensor:
+    def _rotated(self, x: Tensor, places: Sequence[int]) -> Tensor:
         """x (n, heads, D) at these positions."""
         if self.rotary is None:
             return x
         self.oracle.rotary = self.rotary
-        self.oracle._turn(torch.tensor([list(places)]))
+        self.oracle.turn_to(torch.tensor([list(places)]))
         return type(self.oracle).rotate(self.oracle, x)

@@ -17,40 +17,39 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from h2o_flexgen import LLM, SamplingParams
-from h2o_flexgen.engine.outputs import CompletionOutput, RequestOutput
 from h2o_flexgen.jobs.input import read_rows
 from h2o_flexgen.jobs.job import Job
 
 
 class StubLLM(LLM):
-    """What it generates follows from a row alone. It reads `window` rows at a time, which end in any order, and are
-    given to observers as one pass; behind `stop` rows it is interrupted."""
+    """What it generates follows from a row alone. It reads `window` rows at a time, which end in any order and are
+    reported as one pass; after `stop` rows it is interrupted."""
 
     window = 256
     stop = None
 
-    def generate(self, prompts, sampling_params, *, keys, skip_errors, on_output, workload):
-        self.observer.on_plan(SimpleNamespace(compress_cache=None, kv_budget=None))
-        self.observer.on_begin()
-        rows = enumerate(zip(prompts, sampling_params, keys, strict=True))
+    def run(self, job, writer):
+        writer.on_plan(SimpleNamespace(compress_cache=None, kv_budget=None))
+        writer.on_begin()
+        rows = iter(job.rows)
         rng = random.Random(0)
-        ended = 0
+        left = len(job.workload.prompt_lens) if self.stop is None else self.stop
         while window := list(islice(rows, self.window)):
             rng.shuffle(window)
-            for index, (prompt, params, key) in window:
-                if ended == self.stop:
-                    raise KeyboardInterrupt
-                tokens = [key % 89, *prompt[::-1]][: params.max_tokens]
-                done = CompletionOutput(0, "", tokens, [-1.0] * len(tokens), "length")
-                on_output(RequestOutput(index, None, prompt, [done]))
-                ended += 1
-            self.observer.on_finished([])
-        assert ended == len(workload.prompt_lens)
-        return []
+            ended = window[:left]
+            for s in ended:
+                s.tokens = [s.key % 89, *s.prompt[::-1]][: s.params.max_tokens]
+                s.logprobs = [-1.0] * len(s.tokens)
+                s.finish_reason = "length"
+            writer.on_finished(ended)
+            left -= len(ended)
+            if len(ended) < len(window):
+                raise KeyboardInterrupt
+        assert self.stop is not None or left == 0
 
 
 def peak_bytes(folder: Path, count: int) -> int:
-    """Of RAM of this process behind a job of so many rows of 64 tokens, stopped in the middle and gone on with."""
+    """Peak RAM of this process after a job of `count` rows of 64 tokens, stopped in the middle and resumed."""
     with open(folder / "in.jsonl", "w") as file:
         for n in range(count):
             print(json.dumps({"prompt_token_ids": [3 + n % 90] * 64, "custom_id": f"row {n}"}), file=file)

@@ -6,13 +6,13 @@ import json
 import shutil
 
 import pytest
-from cli_tools import FP32, read_rows, write_rows
+from command_tools import FP32, read_rows, write_rows
 
 from h2o_flexgen import LLM, Policy, SamplingParams, UserError
 
-pytest_plugins = ["cli_tools"]
+pytest_plugins = ["command_tools"]
 
-#: begins with the token that the tokenizer puts before every text too; refuses two messages in a row of one role
+#: writes the token with which the tokenizer begins every text; refuses two consecutive messages of one role
 TEMPLATE = """\
 {{- bos_token }}
 {%- for message in messages %}
@@ -54,8 +54,8 @@ def by_hand(llm, messages):
 
 
 @pytest.mark.parametrize("messages", [ASK, LONGER, LONGER[:3]], ids=["one", "several", "the assistant's is the last"])
-def test_a_conversation_is_what_the_template_makes_of_it(llm, messages):
-    """With one token at the beginning, though both template and tokenizer write it, and a new turn at the end."""
+def test_a_conversation_is_rendered_by_the_template(llm, messages):
+    """With one beginning token, though both template and tokenizer write it, and a new turn at the end."""
     assert llm.tokenizer("a")["input_ids"][0] == 2
     assert llm.model.encode(messages) == by_hand(llm, messages)
     assert llm.model.encode(tuple(messages)) == by_hand(llm, messages)
@@ -121,7 +121,7 @@ BAD = [
 ]
 
 
-def test_a_conversation_that_cannot_be_run_stops_no_other(llm):
+def test_a_conversation_that_cannot_be_run_does_not_stop_the_others(llm):
     outputs = llm.chat([ASK, *(messages for messages, _ in BAD), ASK], GREEDY, skip_errors=True)
     assert outputs[0].outputs and outputs[0].outputs == outputs[-1].outputs
     assert len(outputs) == len(BAD) + 2
@@ -132,7 +132,7 @@ def test_a_conversation_that_cannot_be_run_stops_no_other(llm):
             llm.chat([ASK, messages], GREEDY)
 
 
-def test_what_is_no_conversation_is_not_chatted_about(llm):
+def test_anything_but_a_conversation_is_refused(llm):
     for given in ("text", ["text"], [[5, 6]], ASK[0]):
         with pytest.raises(UserError, match="a conversation is a list of messages"):
             llm.chat(given, GREEDY)
@@ -142,7 +142,7 @@ def test_what_is_no_conversation_is_not_chatted_about(llm):
 
 
 def test_rows_of_messages(cli, talks, tmp_path):
-    """As good as their token ids; a bad row gets its error, and the others come out as they would."""
+    """Equal to their token ids; a bad row gets its error, and the others are unaffected."""
     bad = [(messages, say) for messages, say in BAD if isinstance(messages, list)] + [("text", "list")]
     rows = [{"messages": ASK}, *({"messages": messages} for messages, _ in bad), {"messages": LONGER[:2]}]
     files = ("--input-file", write_rows(tmp_path / "in.jsonl", rows), "--output-file", tmp_path / "out.jsonl")
@@ -177,7 +177,7 @@ def test_without_an_output_file_questions_and_answers_are_on_stdout(cli, talks, 
     assert "[user]" not in out
 
 
-#: knows tool calls, and whether to think
+#: supports tool calls, and a switch for thinking
 AGENT = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}"
     "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}"
@@ -198,7 +198,7 @@ RENDERED = '[user]Rain in\nBern?\n[assistant]rain{"in": "Bern"}\n[tool]no\n[assi
 
 @pytest.fixture(scope="module")
 def agent(talker, tmp_path_factory):
-    """With a template of an agent's."""
+    """With an agent's template."""
     folder = tmp_path_factory.mktemp("agent") / "model"
     shutil.copytree(talker, folder)
     (folder / "chat_template.jinja").write_text(AGENT)
@@ -248,7 +248,7 @@ def test_a_history_that_the_template_does_not_show_is_refused(talker, job):
 
 
 def test_the_variables_of_the_template(agent, job, ids_of):
-    """Those of a row win over the option's."""
+    """Those of a row override the option's."""
     off = {"enable_thinking": False}
     on = {"enable_thinking": True}
     rows = [
@@ -268,7 +268,7 @@ def test_the_variables_of_the_template(agent, job, ids_of):
     assert thinks != does_not
     assert [found[n]["token_ids"] for n in (0, 1, 3, 4)] == [thinks, does_not, thinks, thinks]
     assert found[2]["response"]["body"]["choices"][0]["message"]["content"] == found[8]["text"]
-    assert "no variable of a chat template" in found[5]["error"] and "must be an object" in found[6]["error"]
+    assert "not a variable of a chat template" in found[5]["error"] and "must be an object" in found[6]["error"]
     err = job(agent, rows, "--chat-template-kwargs", json.dumps(off), code=2)
     assert "--chat-template-kwargs None, now {'enable_thinking': False}" in err and "--restart" in err
     found = job(agent, rows, "--chat-template-kwargs", json.dumps(off), "--restart")
@@ -303,7 +303,7 @@ def test_the_variables_of_the_template_in_python(agent, ids_of):
         ("enable_thinking=false", "must be a JSON object, not 'enable_thinking=false'"),
         ("[1]", "must be a JSON object"),
         ("null", "must be a JSON object"),
-        ('{"tokenize": false}', "tokenize is no variable of a chat template"),
+        ('{"tokenize": false}', "tokenize is not a variable of a chat template"),
     ],
 )
 def test_an_option_that_is_no_object_of_variables(refused, agent, value, say):

@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 import zoo
-from cli_tools import FP32, write_prompts
+from command_tools import FP32, write_prompts
 from machines import laptop, planner_of
 
 from h2o_flexgen import LLM, KVBudget, Losses, Policy, SamplingParams, UserError
-from h2o_flexgen.commands import plan
+from h2o_flexgen.commands.main import main
 from h2o_flexgen.compiled import threads
 from h2o_flexgen.formats.forms import cache_format
 from h2o_flexgen.kv_cache import RULES, make_rule
@@ -23,7 +23,7 @@ from h2o_flexgen.planning.memory import Resources
 from h2o_flexgen.planning.workload import Workload
 from h2o_flexgen.policy import given_policy
 
-pytest_plugins = ["cli_tools"]
+pytest_plugins = ["command_tools"]
 
 KINDS = ["int8", "int4"]
 LENGTHS, MAX_TOKENS, SLOTS = [4, 8, 1], 7, (3, 2)
@@ -264,7 +264,7 @@ def test_plan_reports_what_the_format_saves(model, tmp_path, capfd):
     hardware, out = tmp_path / "laptop.json", tmp_path / "policy.json"
     hardware.write_text(laptop(dtype="float32").to_json())
     job = (str(model().folder), "--hardware", str(hardware), "--prompt-len", "20", "--gen-len", "8")
-    assert plan.main([*job, "--compress-cache", "int8", "-o", str(out)]) == 0
+    assert main(["plan", *job, "--compress-cache", "int8", "-o", str(out)]) == 0
     said = capfd.readouterr().out
     assert "full, in int8" in said and "with K and V in int8" in said and "--compress-cache int8" in said
     found = json.loads(out.read_text())
@@ -287,7 +287,7 @@ def test_a_format_that_does_not_fit_the_model_is_rejected(tiny, cli, capfd):
     assert code == 2 and "--compress-cache int4 is for head sizes" in err
     code, _, err = cli("--model", odd.folder, "--compress-cache", "int2")
     assert code == 2 and "invalid choice: 'int2' (choose from" in err
-    assert plan.main([str(odd.folder), "--compress-cache", "int4", *FP32]) == 2
+    assert main(["plan", str(odd.folder), "--compress-cache", "int4", *FP32]) == 2
     assert "--compress-cache int4 is for head sizes" in capfd.readouterr().err
 
 

@@ -259,7 +259,7 @@ def test_an_error_names_weights_that_are_not_finite(models, tmp_path, bad):
     state[name][3, 3] = bad
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
     for kind in ("int8", "int4"):
-        with pytest.raises(UserError, match=f"the weights '{name}' hold NaN or infinite numbers"):
+        with pytest.raises(UserError, match=f"the weights '{name}' contain NaN or infinite values"):
             LLM(str(folder), compress_weight=kind, device="cpu", dtype="float32", progress=False)
     assert copies(tmp_path / "home") == ["lock"]
 

@@ -1,4 +1,4 @@
-"""Copies of a model's files: known by what the files hold, checked when they are used, made again if need be."""
+"""Copies of a model's files: identified by contents, checked before use, and made again if they are damaged."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from h2o_flexgen.utils import copies
 from h2o_flexgen.utils.copies import RECORD, SMALL, converted
 from h2o_flexgen.utils.files import PIECE, PIECES, samples
 
-pytest_plugins = ["cli_tools"]
+pytest_plugins = ["command_tools"]
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def root(tmp_path) -> Path:
 
 
 class Copier:
-    """Makes copies that hold the bytes of their source, and counts them."""
+    """Makes copies with the bytes of their source, and counts them."""
 
     def __init__(self):
         self.count = 0
@@ -65,10 +65,10 @@ def names(root: Path) -> set[str]:
     return set(os.listdir(root)) - {"lock"}
 
 
-# which copy it is
+# identity
 
 
-def test_a_copy_is_found_wherever_the_file_lies(copy, source, root):
+def test_a_copy_is_found_after_its_source_has_moved(copy, source, root):
     folder = copy(source)
     moved = source.rename(source.with_name("moved"))
     assert copy(moved) == folder and copy.count == 1
@@ -92,13 +92,13 @@ def test_an_edit_of_one_byte_in_a_large_file_makes_another_copy(copy, source, ro
     assert copy(source) != folder
 
 
-def test_a_copy_without_a_record_is_of_an_old_version_and_removed(copy, source, root):
+def test_a_copy_without_a_record_is_removed(copy, source, root):
     (root / ("0" * 16)).mkdir(parents=True)
     folder = copy(source)
     assert names(root) == {folder.name}
 
 
-def test_a_copy_of_what_a_file_held_before_is_removed(copy, source, root):
+def test_a_copy_of_earlier_contents_is_removed(copy, source, root):
     other = source.with_name("other")
     other.write_bytes(b"other")
     stay = {copy(source, "another kind").name, copy(other).name}
@@ -111,7 +111,7 @@ def test_a_copy_of_what_a_file_held_before_is_removed(copy, source, root):
 
 
 @pytest.mark.parametrize("size", [1, 2, PIECE, PIECE + 1, PIECE * PIECES])
-def test_a_change_of_one_byte_is_seen_in_a_small_file(tmp_path, size):
+def test_a_change_of_one_byte_is_noticed_in_a_small_file(tmp_path, size):
     path = tmp_path / "file"
     found = set()
     for at in range(0, size, max(1, size // 7)):
@@ -123,7 +123,7 @@ def test_a_change_of_one_byte_is_seen_in_a_small_file(tmp_path, size):
 
 
 @pytest.mark.parametrize("at", [0, 107 << 20, (480 << 20) - 1])
-def test_a_change_of_some_mebibytes_is_seen_in_a_large_file(tmp_path, at):
+def test_a_change_of_some_mebibytes_is_noticed_in_a_large_file(tmp_path, at):
     path = tmp_path / "file"
     path.touch()
     os.truncate(path, 480 << 20)
@@ -134,7 +134,7 @@ def test_a_change_of_some_mebibytes_is_seen_in_a_large_file(tmp_path, at):
     assert samples(path) != before
 
 
-# whether it is whole
+# damage
 
 
 def overwrite(path: Path, content: bytes) -> None:
@@ -156,7 +156,7 @@ DAMAGES = {
     "a file is a pipe": lambda folder: [(folder / "large").unlink(), os.mkfifo(folder / "large")],
     "a file is a link": lambda folder: replace_by_link(folder / "large"),
     "a file is a folder": lambda folder: [(folder / "large").unlink(), (folder / "large").mkdir()],
-    "there is a file more": lambda folder: (folder / "more.safetensors").touch(),
+    "there is one more file": lambda folder: (folder / "more.safetensors").touch(),
     "it is a file": lambda folder: [shutil.rmtree(folder), folder.touch()],
     "it is a link to nowhere": lambda folder: [shutil.rmtree(folder), folder.symlink_to("nowhere")],
     "it is a link to another folder": lambda folder: [shutil.rmtree(folder), folder.symlink_to(folder.parent.parent)],
@@ -173,13 +173,13 @@ def test_a_damaged_copy_is_made_again(copy, source, root, caplog, damage):
     folder = copy(source)
     damage(folder)
     assert copy(source) == folder and copy.count == 2
-    assert "is damaged: it is made again" in caplog.text
+    assert "is damaged: making it again" in caplog.text
     assert copy(source) == folder and copy.count == 2
     assert names(root) - {"moved"} == {folder.name}
 
 
 @pytest.mark.parametrize("damage", ["link", "file", "folder"])
-def test_whatever_is_in_the_place_of_a_copy_in_the_making_goes(copy, source, root, tmp_path, damage):
+def test_an_unfinished_copy_is_replaced_whatever_it_is(copy, source, root, tmp_path, damage):
     victim = tmp_path / "victim"
     victim.mkdir()
     (victim / "precious").touch()
@@ -195,14 +195,14 @@ def test_whatever_is_in_the_place_of_a_copy_in_the_making_goes(copy, source, roo
     assert os.listdir(victim) == ["precious"]
 
 
-def test_a_record_that_other_copies_lost_disturbs_none(copy, source, root):
+def test_foreign_folders_are_left_alone(copy, source, root):
     (root / "foreign").mkdir(parents=True, mode=0o700)
     (root / "foreign" / "notes").write_text("mine")
     copy(source)
     assert (root / "foreign" / "notes").read_text() == "mine"
 
 
-def test_a_copy_in_a_folder_that_cannot_be_written_is_used(copy, source, mount, monkeypatch):
+def test_a_copy_in_a_read_only_folder_is_used(copy, source, mount, monkeypatch):
     folder = mount("-t", "tmpfs", "tmpfs")
     folder.chmod(0o700)
     monkeypatch.setenv("H2O_FLEXGEN_HOME", str(folder))
@@ -214,7 +214,7 @@ def test_a_copy_in_a_folder_that_cannot_be_written_is_used(copy, source, mount, 
     assert raised.value.errno == errno.EROFS
 
 
-def test_a_disk_that_fills_up_leaves_the_copies_that_were_there(source, root, copy):
+def test_a_full_disk_leaves_existing_copies_alone(source, root, copy):
     def fill(folder: Path) -> None:
         (folder / "half").write_bytes(b"half")
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -228,24 +228,24 @@ def test_a_disk_that_fills_up_leaves_the_copies_that_were_there(source, root, co
 # other processes, and other users
 
 
-def test_whoever_waits_for_another_process_says_so(copy, source, root, caplog, monkeypatch):
+def test_waiting_for_another_process_is_logged_once(copy, source, root, caplog, monkeypatch):
     folder = copy(source)
     shutil.rmtree(folder)
-    with open(root / "lock", "rb") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
+    with open(root / "lock", "rb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
         waits = threading.Event()
         monkeypatch.setattr(copies.time, "sleep", lambda seconds: waits.set())
         thread = threading.Thread(target=copy, args=(source,))
         thread.start()
         assert waits.wait(30)
-        fcntl.flock(held, fcntl.LOCK_UN)
+        fcntl.flock(lock, fcntl.LOCK_UN)
         thread.join(30)
     assert caplog.text.count("waiting for another process") == 1
     assert copy.count == 2 and names(root) == {folder.name}
 
 
 @pytest.mark.parametrize("kind", ["link", "dangling link", "pipe"])
-def test_a_lock_that_is_no_file_is_neither_followed_nor_waited_for(copy, source, root, tmp_path, kind):
+def test_a_lock_that_is_not_a_regular_file_is_neither_followed_nor_waited_for(copy, source, root, tmp_path, kind):
     root.mkdir(parents=True, mode=0o700)
     victim = tmp_path / "victim"
     if kind == "pipe":
@@ -254,7 +254,7 @@ def test_a_lock_that_is_no_file_is_neither_followed_nor_waited_for(copy, source,
         (root / "lock").symlink_to(victim)
     if kind == "link":
         victim.write_text("precious")
-    with pytest.raises(OSError, match="it is a link|it is no regular file|No such device"):
+    with pytest.raises(OSError, match="it is a link|it is not a regular file|No such device"):
         copy(source)
     assert victim.read_text() == "precious" if kind == "link" else not victim.exists()
 
@@ -271,13 +271,13 @@ def test_a_folder_that_others_may_write_is_refused(copy, source, root, which, mo
         os.chown(folder, -1, 54321)
     except PermissionError:
         if mode == 0o770:
-            pytest.skip("only root has other groups to give it to")
+            pytest.skip("only root can give it to another group")
     folder.chmod(mode)
     with pytest.raises(UserError, match=f"other users may write in the cache folder {folder}: chmod go-w"):
         copy(source)
     folder.chmod(mode & ~0o022)
     copy(source)
-    folder.chmod(mode | 0o1000)  # others may add to it, but nobody can replace what is this user's
+    folder.chmod(mode | 0o1000)  # sticky: others may add files, but not replace this user's
     copy(source)
 
 
@@ -304,7 +304,7 @@ USER = pwd.getpwuid(os.geteuid()).pw_name
     [(USER, [], False), (USER, [USER], False), (USER, ["other"], True), ("staff", [], True), (None, [], True)],
 )
 def test_a_user_may_have_a_group_to_itself(copy, source, root, monkeypatch, name, members, is_refused):
-    """Where the umask is 002, folders may be written by a group that only their owner is in."""
+    """With a umask of 002 folders are writable by a group, which then has only their owner."""
 
     def group(gid: int) -> SimpleNamespace:
         if name is None:

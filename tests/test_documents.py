@@ -12,9 +12,9 @@ import pytest
 
 from bench.common import ROOT
 
-pytest_plugins = ["cli_tools"]
+pytest_plugins = ["command_tools"]
 
-#: modules that `python -m` still runs under their first names
+#: modules that `python -m` still runs under their historical names
 HISTORICAL = {"flex_opt": "generate", "policy_search": "search"}
 ALL = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
 
@@ -65,12 +65,11 @@ def test_links_lead_somewhere(path):
 def test_commands_name_options_that_exist(path):
     for words in commands(path, r"(?:\.venv/bin/)?python -m h2o_flexgen\.\w|h2o-flexgen [a-z]"):
         if words[0] == "h2o-flexgen":
-            sub_commands = importlib.import_module("h2o_flexgen.commands.main").COMMANDS
-            module, argv = f"h2o_flexgen.commands.{sub_commands[words[1]][0]}", words[2:]
+            name, argv = words[1], words[2:]
         else:
             name, argv = words[2].rpartition(".")[2], words[3:]
-            module = f"h2o_flexgen.commands.{HISTORICAL.get(name, name)}"
-        parser = importlib.import_module(module).make_parser()
+            name = HISTORICAL.get(name, name)
+        parser = importlib.import_module(f"h2o_flexgen.commands.{name}").make_parser(name)
         if argv not in ([], ["--help"]):  # named alone, between backticks
             parser.parse_args(argv)
 

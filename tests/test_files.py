@@ -1,4 +1,4 @@
-"""Files that a user names: what has no end is not waited for, and what is absurdly large is not read."""
+"""Files that a user names: endless ones are not waited for, and absurdly large ones are not read."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from cli_tools import SHORT, tiny_state, write_model
+from command_tools import SHORT, tiny_state, write_model
 
 from h2o_flexgen.commands.main import main
 from h2o_flexgen.errors import UserError
@@ -14,11 +14,11 @@ from h2o_flexgen.models.registry import TOKENIZER_FILES
 from h2o_flexgen.utils import files
 from h2o_flexgen.utils.files import JSON_BYTES, check_small, open_regular, read_json, read_text, write_text
 
-pytest_plugins = ["cli_tools"]
+pytest_plugins = ["command_tools"]
 
 
 def put(kind: str, path: Path) -> None:
-    """A pipe that nobody writes, a device or a folder, in the place of a file."""
+    """Replace a file by a pipe that nobody writes to, a device or a folder."""
     path.unlink(missing_ok=True)
     if kind == "pipe":
         os.mkfifo(path)
@@ -28,7 +28,7 @@ def put(kind: str, path: Path) -> None:
         path.symlink_to("/dev/zero")
 
 
-KINDS = {"pipe": "it is no regular file", "device": "it is no regular file", "folder": "Is a directory"}
+KINDS = {"pipe": "it is not a regular file", "device": "it is not a regular file", "folder": "Is a directory"}
 each_kind = pytest.mark.parametrize("kind", KINDS)
 endless = pytest.mark.parametrize("kind", ["pipe", "device"])
 
@@ -45,7 +45,7 @@ def test_only_regular_files_are_opened(tmp_path, kind):
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_links_are_followed_unless_they_must_not_be(tmp_path):
+def test_links_are_followed_only_if_allowed(tmp_path):
     (tmp_path / "file").write_text("[1]")
     (tmp_path / "link").symlink_to(tmp_path / "file")
     assert read_json("the file", tmp_path / "link") == [1]
@@ -55,7 +55,7 @@ def test_links_are_followed_unless_they_must_not_be(tmp_path):
     assert (tmp_path / "file").read_text() == "[1]"
 
 
-def test_what_is_too_large_is_not_read(tmp_path, monkeypatch):
+def test_a_huge_file_is_not_read(tmp_path, monkeypatch):
     path = tmp_path / "file"
     path.touch()
     os.truncate(path, JSON_BYTES + 1)
@@ -67,7 +67,7 @@ def test_what_is_too_large_is_not_read(tmp_path, monkeypatch):
         read_text("the file", path)
 
 
-def test_a_report_goes_to_a_pipe_that_somebody_reads(tmp_path):
+def test_a_report_is_written_to_a_pipe_only_if_it_has_a_reader(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(UserError, match="cannot write --report .*: No such device"):
         write_text("--report", str(tmp_path / "pipe"), "text")
@@ -87,17 +87,17 @@ def test_a_report_goes_to_a_pipe_that_somebody_reads(tmp_path):
         ("the hardware profile", ["search", "--hardware", "FILE"]),
     ],
 )
-def test_an_option_that_names_no_regular_file(model, tmp_path, capfd, called, argv, kind):
+def test_an_option_that_names_an_endless_file(model, tmp_path, capfd, called, argv, kind):
     file = tmp_path / "file"
     put(kind, file)
     words = [word.replace("FILE", str(file)) for word in argv]
     assert main([*words, "--model", str(model), *SHORT]) == 2
-    assert capfd.readouterr().err == f"error: cannot read {called} {file}: it is no regular file\n"
+    assert capfd.readouterr().err == f"error: cannot read {called} {file}: it is not a regular file\n"
 
 
 @endless
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors", *TOKENIZER_FILES])
-def test_a_part_of_a_model_that_is_no_regular_file(refused, broken, kind, name):
+def test_an_endless_file_in_a_model_folder(refused, broken, kind, name):
     put(kind, broken / name)
     message = refused("--model", broken, *SHORT, early=False)
     assert name in message and "regular file" in message or "no weights in" in message
@@ -105,13 +105,13 @@ def test_a_part_of_a_model_that_is_no_regular_file(refused, broken, kind, name):
 
 @endless
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.gguf"])
-def test_weights_of_another_form_that_are_no_regular_file(refused, broken, kind, name):
+def test_endless_weights_in_another_format(refused, broken, kind, name):
     (broken / "model.safetensors").unlink()
     put(kind, broken / name)
     assert str(broken) in refused("--model", broken, *SHORT, early=False)
 
 
-def test_a_tokenizer_that_is_too_large_is_not_handed_on(refused, tmp_path):
+def test_a_huge_tokenizer_is_not_read(refused, tmp_path):
     folder = write_model(tmp_path / "model", tiny_state())
     (folder / "tokenizer.json").touch()
     os.truncate(folder / "tokenizer.json", JSON_BYTES + 1)

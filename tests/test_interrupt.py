@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from cli_tools import (
+from command_tools import (
     FP32,
     ON_DISK,
     end,
@@ -34,17 +34,23 @@ from h2o_flexgen.errors import Interrupted
 from h2o_flexgen.storage.checkpoint import Checkpoint
 from h2o_flexgen.utils.interrupts import STOPPING, check, deferred, take_over
 
-pytest_plugins = ["cli_tools"]
+pytest_plugins = ["command_tools"]
 
 #: a random model whose job, all on disk, would take minutes
 SLOW = wide(256, vocab_size=512, num_hidden_layers=16, num_attention_heads=8, max_position_embeddings=2048)
-#: eight for four places, with lengths of their own: the longer ones come first
-PROMPTS = [[10 + (7 * n + m) % 400 for m in range(40 + 10 * (n % 4) + 100 * (n >= 4))] for n in range(8)]
+
+
+def prompt(n: int) -> list[int]:
+    return [10 + (7 * n + m) % 400 for m in range(40 + 10 * (n % 4) + 100 * (n >= 4))]
+
+
+#: eight for four places, all of different lengths: the longer ones start first
+PROMPTS = list(map(prompt, range(8)))
 
 
 @pytest.fixture
 def job(tmp_path):
-    """Start the slow job as a process; whatever becomes of the test, it ends."""
+    """Start the slow job as a process, which ends with the test."""
     running = []
     (tmp_path / "slow").mkdir()
     (tmp_path / "slow" / "config.json").write_text(json.dumps(SLOW))
@@ -63,7 +69,7 @@ def job(tmp_path):
 
 
 def assert_clean(folder: Path) -> None:
-    """Nothing is left but what the user named, and the manifest."""
+    """Only the files that the user named and the manifest are left."""
     assert not (folder / "offload").exists() or os.listdir(folder / "offload") == []
     files = sorted(path.name for path in folder.iterdir() if path.is_file())
     assert files == ["in.jsonl", "out.jsonl", "out.jsonl.manifest.json"]
@@ -83,12 +89,12 @@ def test_each_signal_stops_a_job(job, tmp_path, number, step):
     process.send_signal(number)
     code, out, err = end(process)
     assert (code, out) == (128 + number, "") and "Traceback" not in err
-    assert last_line(err) == "interrupted: 0 of 8 rows are done; the same command goes on"
+    assert last_line(err) == "interrupted: 0 of 8 rows are done; the same command resumes the job"
     assert_clean(tmp_path)
     assert read_rows(tmp_path / "out.jsonl") == []
 
 
-def test_killed_while_the_second_half_prefills_the_same_command_goes_on(job, tmp_path):
+def test_a_job_killed_while_the_second_half_prefills_resumes(job, tmp_path):
     process = job(gen_len=12)
     read_until(process, "pass 13 of 4 rows, layer 1/")
     process.kill()
@@ -99,7 +105,7 @@ def test_killed_while_the_second_half_prefills_the_same_command_goes_on(job, tmp
     assert_clean(tmp_path)
     assert {row["index"] for row in read_rows(tmp_path / "out.jsonl")} == {4, 5, 6, 7}
     code, _, err = end(job(gen_len=12))
-    assert code == 0 and "goes on: 4 of 8 rows are done" in err
+    assert code == 0 and "resuming: 4 of 8 rows are done" in err
     with LLM(str(tmp_path / "slow"), path="_DUMMY_", device="cpu", dtype="float32", progress=False) as llm:
         whole = llm.generate(PROMPTS, SamplingParams(max_tokens=12, ignore_eos=True))
     assert [row["token_ids"] for row in read_rows(tmp_path / "out.jsonl")] == [o.outputs[0].token_ids for o in whole]
@@ -111,7 +117,7 @@ def test_a_job_under_nohup_outlives_its_terminal(cli, model):
     assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 
 
-def test_stopped_before_the_model_is_there(cli, model, monkeypatch):
+def test_stopped_before_the_model_is_loaded(cli, model, monkeypatch):
     """In this process: the signal comes while the weights' headers are read."""
     monkeypatch.setattr(Checkpoint, "add_file", lambda self, path: signal.raise_signal(signal.SIGTERM))
     assert cli("--model", model) == (143, "", "interrupted\n")
@@ -147,7 +153,7 @@ def test_while_a_job_runs_a_signal_waits_for_the_next_check():
 
 
 def test_the_end_of_a_job_is_a_check():
-    """Also where it ends in an error: who asked the job to stop is told that it has."""
+    """Even if it ends in an error: whoever asked it to stop learns that it has."""
     with pytest.raises(Interrupted), deferred():
         signal.raise_signal(signal.SIGHUP)
         raise ValueError
@@ -155,10 +161,10 @@ def test_the_end_of_a_job_is_a_check():
 
 @pytest.mark.parametrize("first, second", [(signal.SIGINT, signal.SIGINT), (signal.SIGTERM, signal.SIGHUP)])
 def test_a_second_signal_ends_a_command_at_once(first, second):
-    """Also while a disk hangs, or a library waits for its downloads."""
+    """Even while a disk hangs, or a library waits for a download."""
     code = f"""
 import signal
-from h2o_flexgen.interrupts import deferred, take_over
+from h2o_flexgen.utils.interrupts import deferred, take_over
 take_over()
 with deferred():
     signal.raise_signal({first})
@@ -168,7 +174,7 @@ with deferred():
     assert (done.returncode, done.stdout, done.stderr) == (-second, "", "")
 
 
-def test_outside_a_command_ctrl_c_waits_too_and_a_second_is_pythons():
+def test_outside_a_command_ctrl_c_waits_and_a_second_raises_at_once():
     for s in STOPPING:
         signal.signal(s, signal.default_int_handler if s == signal.SIGINT else signal.SIG_DFL)
     with pytest.raises(Interrupted), deferred():
@@ -195,7 +201,8 @@ def test_an_interrupt_at_any_step_ends_the_job_cleanly(cli, model, tmp_path, mon
     files = ("--input-file", rows, "--output-file", tmp_path / "out.jsonl", "--offload-dir", tmp_path / "offload")
     block = ("--gen-len", 3, "--ignore-eos", "--gpu-batch-size", 2, "--percent", *ON_DISK)
     job = ("--model", model, *FP32, *block, *files)
-    real, steps = ProgressBar.on_layer, iter(range(99))
+    real = ProgressBar.on_layer
+    steps = iter(range(99))
 
     def progress(self, j):
         if next(steps) == stop:

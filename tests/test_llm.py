@@ -1,8 +1,10 @@
-"""A prompt's output is its own: not its neighbours', not the batch's, not the job's before it."""
+"""A prompt's output depends on nothing else: not its neighbours, not the batch, not the job before."""
 
 from __future__ import annotations
 
 import random
+from collections import Counter
+from itertools import accumulate, chain
 
 import numpy as np
 import pytest
@@ -17,7 +19,9 @@ from h2o_flexgen.engine.observer import Observer
 from h2o_flexgen.formats import Dense
 from h2o_flexgen.kv_cache import full as full_cache
 
-ALL_GPU, ALL_CPU, ALL_DISK = (100, 0, 100, 0, 100, 0), (0, 100, 0, 100, 0, 100), (0, 0, 0, 0, 0, 0)
+ALL_GPU = (100, 0, 100, 0, 100, 0)
+ALL_CPU = (0, 100, 0, 100, 0, 100)
+ALL_DISK = (0, 0, 0, 0, 0, 0)
 MIXED = (33, 33, 33, 33, 33, 33)
 SAMPLED = dict(temperature=0.8, top_p=0.95, seed=11)
 LENGTHS = [5, 17, 9, 21, 1, 12, 3, 8, 21, 2, 14]
@@ -33,7 +37,7 @@ def assert_alike(one, other, atol=1e-4):
 
 
 def with_eos(tiny_model, tmp_path, eos):
-    """The same model, in a folder whose config ends at these tokens."""
+    """The same model, in a folder whose config has these end-of-sequence tokens."""
     import shutil
 
     from transformers import GenerationConfig, OPTConfig
@@ -47,7 +51,7 @@ def with_eos(tiny_model, tmp_path, eos):
     return zoo.Tiny(tiny_model.name, tiny_model.hf, folder)
 
 
-# the others of the job
+# neighbours
 
 
 @pytest.mark.parametrize(
@@ -56,8 +60,8 @@ def with_eos(tiny_model, tmp_path, eos):
     ids=["full", "budget", "ratio", "window"],
 )
 def test_a_prompt_does_not_depend_on_the_others_of_the_job(tiny, run, budget, sampling):
-    """Alone, and in jobs of other lengths, orders and batch sizes: same tokens, same log-probabilities. The place in
-    the job decides the random numbers, so it is kept; the longest prompt decides what a ratio means, so it stays."""
+    """Same tokens and log-probabilities alone and in jobs of other lengths, orders and batch sizes. It keeps its place,
+    which decides the random numbers, and the longest prompt, which decides what a ratio means."""
     model = tiny()
     (prompt,) = model.clear_cut_prompts([9], 16, [(4, 4), (None, None)])
     longest, *others = model.prompts([24, 13, 2, 24, 7, 18, 1, 11, 5], seed=5)
@@ -118,7 +122,7 @@ def test_sampled_texts_differ_by_place_and_by_seed_only(tiny, run):
 
 
 def test_the_budget_of_a_ratio_comes_from_the_longest_prompt_of_the_job(tiny, run):
-    """Not of the batch: every sequence here is a batch of its own."""
+    """Not of the batch: here every sequence is a batch."""
     model = tiny()
     prompts = model.clear_cut_prompts([21, 17, 9, 5], 16, [(4, 6)])
     outputs = run(model, prompts, 16, KVBudget.from_ratio(0.2, 0.3), gpu_batch_size=1)
@@ -127,7 +131,7 @@ def test_the_budget_of_a_ratio_comes_from_the_longest_prompt_of_the_job(tiny, ru
 
 # parameters of each prompt
 
-#: what the prompts of a job may differ in
+#: sampling parameters in which the prompts of a job may differ
 WAYS = [
     dict(max_tokens=12),
     dict(max_tokens=3),
@@ -148,7 +152,8 @@ def test_prompts_with_parameters_of_their_own_share_a_block(tiny, tmp_path, perc
     tokens = model.reference(prompts[5], 20, *(budget or ())).tokens
     model = with_eos(model, tmp_path, tokens[4])
     params = [SamplingParams(**{"ignore_eos": True, **way}) for way in WAYS]
-    kv_budget, options = budget and KVBudget.from_size(*budget), dict(device="cpu", dtype="float32", progress=False)
+    kv_budget = budget and KVBudget.from_size(*budget)
+    options = dict(device="cpu", dtype="float32", progress=False)
     with LLM(str(model.folder), Policy(3, 2, percent), kv_budget, **options) as llm:
         outputs = llm.generate(prompts, params)
         alone = [llm.generate([p], params[n], keys=[n])[0].outputs[0] for n, p in enumerate(prompts)]
@@ -160,9 +165,10 @@ def test_prompts_with_parameters_of_their_own_share_a_block(tiny, tmp_path, perc
 
 
 def test_a_prompt_with_its_old_key_gets_its_old_text(tiny):
-    """As the rows that are left of a job: in other places, with other neighbours."""
+    """In other places, with other neighbours, as when a job resumes."""
     model = tiny()
-    prompts, hot = model.prompts(LENGTHS), SamplingParams(temperature=1.5, max_tokens=8, ignore_eos=True)
+    prompts = model.prompts(LENGTHS)
+    hot = SamplingParams(temperature=1.5, max_tokens=8, ignore_eos=True)
     keys = [2**64 - 1, *range(1, len(prompts))]
     options = dict(device="cpu", dtype="float32", progress=False)
     with LLM(str(model.folder), Policy(3, 2), **options) as llm:
@@ -199,7 +205,7 @@ def test_lists_that_do_not_fit_the_prompts_are_refused(tiny, given, say):
 
 
 @pytest.mark.parametrize("prompts", [None, 5, 5.0, b"ab", {"prompt": "a"}, {"a"}, LLM, [None], [5], [b"ab"]], ids=str)
-def test_what_is_no_list_of_prompts_is_refused(tiny, prompts):
+def test_anything_but_a_list_of_prompts_is_refused(tiny, prompts):
     with LLM(str(tiny().folder), Policy(), device="cpu", dtype="float32", progress=False) as llm:
         with pytest.raises(UserError, match="`prompts` must be|prompt 0: a prompt is"):
             llm.generate(prompts)
@@ -211,7 +217,7 @@ def test_what_is_no_list_of_prompts_is_refused(tiny, prompts):
 
 
 def test_numpys_numbers_are_pythons(tiny):
-    """Of arrays, data frames and configuration files."""
+    """As from arrays, data frames and configuration files."""
     params = SamplingParams(
         temperature=np.float32(0.5),
         top_k=np.int64(5),
@@ -236,7 +242,8 @@ def test_numpys_numbers_are_pythons(tiny):
 def test_every_prompt_is_admitted_with_its_own_output(tiny):
     model = tiny()
     most = model.hf.config.max_position_embeddings
-    prompts, params = model.prompts([most - 3] * 2), [SamplingParams(max_tokens=n) for n in (3, 4)]
+    prompts = model.prompts([most - 3] * 2)
+    params = [SamplingParams(max_tokens=n) for n in (3, 4)]
     with LLM(str(model.folder), Policy(), device="cpu", dtype="float32", progress=False) as llm:
         with pytest.raises(UserError, match="prompt 1: .*positions"):
             llm.generate(prompts, params)
@@ -244,8 +251,8 @@ def test_every_prompt_is_admitted_with_its_own_output(tiny):
     assert good.outputs and "positions" in bad.error
 
 
-def test_rows_with_the_longest_outputs_come_first_and_others_take_the_places_that_they_leave(tiny):
-    """So that few places are empty at the end; among rows of like outputs, those of like length are neighbours."""
+def test_rows_with_the_longest_outputs_run_first(tiny):
+    """So that few places are empty at the end; rows with equal outputs are sorted by the length of their prompts."""
     passes = []
 
     class Watch(Observer):
@@ -270,19 +277,19 @@ def test_rows_with_the_longest_outputs_come_first_and_others_take_the_places_tha
     policy=policies([0, 20, 33, 50, 80, 100], [0, 33, 50, 67, 100], (5, 4), [1, 12, 30, 2048]),
     name=st.sampled_from(["opt", "one_layer", "untied"]),
     budget=st.sampled_from([None, (4, 4), (0, 3), (3, 0)]),
-    count=st.integers(1, len(LENGTHS)),
-    max_tokens=st.integers(1, 18),
+    size=st.tuples(st.integers(1, len(LENGTHS)), st.integers(1, 18)),
     stop=st.booleans(),
 )
-def test_any_policy_and_any_early_stop(tiny, run, tmp_path_factory, policy, name, budget, count, max_tokens, stop):
+def test_any_policy_and_any_early_stop(tiny, run, tmp_path_factory, policy, name, budget, size, stop):
     """With early stops, batches leave the schedule while their caches are being fetched."""
+    count, max_tokens = size
     model = tiny(name)
     prompts = model.clear_cut_prompts(LENGTHS, 20, [(None, None), (4, 4), (0, 3), (3, 0)])[:count]
     references = [r.tokens[:max_tokens] for r in model.references(prompts, 20, *(budget or ()))]
     expected = [(tokens, "length") for tokens in references]
     if stop:
         every = sorted(token for tokens in references for token in tokens)
-        ends = every[len(every) // 3]  # a token that many of the outputs have
+        ends = every[len(every) // 3]  # a token that many outputs contain
         model = with_eos(model, tmp_path_factory.mktemp("eos"), ends)
         expected = [cut(tokens, {ends}) for tokens in references]
     outputs = run(model, prompts, max_tokens, budget, ignore_eos=not stop, **policy)
@@ -290,7 +297,7 @@ def test_any_policy_and_any_early_stop(tiny, run, tmp_path_factory, policy, name
 
 
 def choose_ends(references, wanted):
-    """Two tokens to end at, such that the outputs cut there are as `wanted`."""
+    """Two end-of-sequence tokens, such that the outputs that they cut are as `wanted`."""
     every = sorted({token for tokens in references for token in tokens})
     for a in every:
         for b in every:
@@ -355,8 +362,8 @@ def test_one_eos_token_in_the_config_is_enough(tiny, run, tmp_path):
 
 
 @pytest.mark.parametrize("percent", [ALL_GPU, ALL_DISK], ids=str)
-def test_a_row_that_has_ended_is_computed_no_more_and_the_job_ends_with_the_last(tiny, tmp_path, percent):
-    """Rows with room for all of them from the beginning, and with half of it."""
+def test_rows_that_have_ended_are_not_computed_any_more(tiny, tmp_path, percent):
+    """With room for all rows from the beginning, and for half of them."""
     model = tiny()
     prompts = model.clear_cut_prompts([20, 19, 12, 11, 4, 3], 20)
     references = [r.tokens for r in model.references(prompts, 20)]
@@ -373,14 +380,15 @@ def test_a_row_that_has_ended_is_computed_no_more_and_the_job_ends_with_the_last
     with LLM(str(stopping.folder), Policy(2, 3, percent), **options) as llm:
         outputs = llm.generate(prompts, SamplingParams(max_tokens=20))
         assert [len(o.outputs[0].token_ids) for o in outputs] == lengths
-        assert seen == [{n for n, length in enumerate(lengths) if i < length} for i in range(max(lengths))]
+        longer = lambda i: {n for n, length in enumerate(lengths) if i < length}
+        assert seen == [longer(i) for i in range(max(lengths))]
         assert llm.report["row_steps"] == sum(length - 1 for length in lengths)
         seen.clear()
         llm.policy = Policy(3, 1, percent)
         llm.generate(prompts, SamplingParams(max_tokens=20))
-    assert [sum(n in rows for rows in seen) for n in range(6)] == lengths
-    come = [set().union(*seen[: i + 1]) for i in range(len(seen))]
-    assert all(len(rows) == 3 or len(before) == 6 for rows, before in zip(seen, come)), "a place was free"
+    assert Counter(chain(*seen)) == dict(enumerate(lengths))
+    entered = accumulate(seen, set.union)
+    assert all(len(rows) == 3 or len(before) == 6 for rows, before in zip(seen, entered)), "a place was free"
 
 
 @pytest.mark.parametrize("rows", [1, 4, 5])
@@ -388,7 +396,7 @@ def test_a_row_that_has_ended_is_computed_no_more_and_the_job_ends_with_the_last
     "percent, budget", [(ALL_GPU, None), (ALL_CPU, (4, 4)), (ALL_DISK, (4, 4)), (MIXED, None)], ids=str
 )
 def test_tokens_do_not_depend_on_which_batches_share_matmuls(tiny, run, monkeypatch, percent, budget, rows):
-    """Of five batches of two and one, none share them, two do, or the last one joins the two before it."""
+    """Of five batches of two and one rows, none share them, two do, or the last one joins the two before it."""
     monkeypatch.setattr("h2o_flexgen.planning.workload.GROUP_ROWS", rows)
     model = tiny()
     prompts = model.clear_cut_prompts([20, 19, 12, 11, 9, 8, 6, 4, 3], 20, [budget or (None, None)])
@@ -421,7 +429,7 @@ def test_the_longest_output_that_the_positions_allow(tiny, run):
 
 @pytest.mark.parametrize("budget", [None, (4, 4)], ids=["full", "budget"])
 def test_one_llm_runs_different_jobs_one_after_the_other(tiny, budget):
-    """Other lengths, counts and outputs; other placements; overlap on and off; the same jobs again."""
+    """With other lengths, counts, outputs and placements, with and without overlap, and the same jobs again."""
     model = tiny()
     jobs = [
         (LENGTHS, 12, dict(gpu_batch_size=3, num_gpu_batches=2)),
@@ -474,11 +482,11 @@ def test_outputs_come_in_the_order_of_the_prompts_and_each_is_announced_once(tin
             assert output.outputs[0].token_ids == model.reference(prompts[n], 5).tokens
 
 
-# what the arguments mean
+# arguments
 
 
 @pytest.mark.parametrize("given", [dict(overlap=False), dict(overlap=True), dict(gpu_batch_size=2)])
-def test_what_a_policy_says_is_not_said_again(tiny, given):
+def test_options_that_a_policy_sets_are_refused(tiny, given):
     with pytest.raises(UserError, match="a policy has its own"):
         LLM(str(tiny().folder), Policy(), device="cpu", **given)
 
@@ -486,7 +494,7 @@ def test_what_a_policy_says_is_not_said_again(tiny, given):
 def test_a_cap_of_the_cpu_tier_is_refused_where_a_search_would_not_use_it(tiny):
     folder = str(tiny().folder)
     for more in ({}, dict(gpu_mem=1 << 30)):
-        with pytest.raises(UserError, match="use `gpu_mem`"):
+        with pytest.raises(UserError, match="use `mem`"):
             LLM(folder, device="cpu", cpu_mem=1 << 30, **more)
     LLM(folder, device="cpu", cpu_mem=1 << 30, policy=Policy()).close()
 
@@ -500,7 +508,7 @@ def test_without_progress_nothing_is_printed(tmp_path, capfd):
 
 
 def test_norms_of_another_type_do_not_count_as_a_conversion(tiny, tmp_path):
-    """Vectors never stream: what they are stored in takes no room and no time."""
+    """Vectors never stream: their type takes no memory and no time."""
     import shutil
 
     from safetensors.torch import load_file, save_file

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import shlex
 import subprocess
 import sys
 from importlib.util import find_spec
+from itertools import chain
 from types import SimpleNamespace
 
 import pytest
 import zoo
-from cli_tools import CHAT_TEMPLATE, environment
+from command_tools import CHAT_TEMPLATE, environment
 from machines import ROOT
 
 from h2o_flexgen import UserError
-from h2o_flexgen.commands import lm_eval
+from h2o_flexgen.commands.main import main
 from h2o_flexgen.engine.outputs import ScoreOutput
+from h2o_flexgen.evaluation.harness import KNOWN, HarnessLM
 
-pytest_plugins = ["cli_tools"]
+pytest_plugins = ["command_tools"]
 needs_harness = pytest.mark.skipif(find_spec("lm_eval") is None, reason="lm-eval is not installed")
 
 QUESTIONS = [
@@ -55,7 +56,8 @@ generation_kwargs: {until: ["e", "\\n\\n"], max_gen_toks: 24, do_sample: false}
 metric_list: [{metric: exact_match}]
 """,
 }
-HEAVY, RECENT = 4, 6
+HEAVY = 4
+RECENT = 6
 
 
 @pytest.fixture(scope="module")
@@ -104,15 +106,17 @@ def evaluate(tasks, tmp_path, monkeypatch):
 
 
 def answers(results: dict) -> dict[str, list]:
-    """By task, what the model answered to each request, in the order of the rows."""
-    return {
-        name: [answer for row in sorted(rows, key=lambda row: row["doc_id"]) for answer in row["filtered_resps"]]
-        for name, rows in results["samples"].items()
-    }
+    """By task, the model's answers to each request, in the order of the rows."""
+    found = {}
+    for name, rows in results["samples"].items():
+        rows = sorted(rows, key=lambda row: row["doc_id"])
+        found[name] = list(chain.from_iterable(row["filtered_resps"] for row in rows))
+    return found
 
 
 def same(ours: dict, theirs: dict) -> None:
-    ours, theirs = answers(ours), answers(theirs)
+    ours = answers(ours)
+    theirs = answers(theirs)
     assert ours.keys() == theirs.keys()
     for name in ours:
         for one, other in zip(ours[name], theirs[name], strict=True):
@@ -129,9 +133,10 @@ def same(ours: dict, theirs: dict) -> None:
     [{}, {"add_bos_token": False}, {"add_bos_token": True}, {"max_length": 40}, {"prefix_token_id": 5}],
     ids=lambda args: "".join(args) or "plain",
 )
-def test_with_a_full_cache_all_is_as_with_the_hf_model(evaluate, model, args):
+def test_a_full_cache_scores_as_the_hf_model(evaluate, model, args):
     args = {"pretrained": str(model.folder), **args}
-    ours, theirs = evaluate("h2o_flexgen", args), evaluate("hf", args)
+    ours = evaluate("h2o_flexgen", args)
+    theirs = evaluate("hf", args)
     same(ours, theirs)
     for name, metrics in theirs["results"].items():
         for metric, value in metrics.items():
@@ -139,7 +144,7 @@ def test_with_a_full_cache_all_is_as_with_the_hf_model(evaluate, model, args):
                 assert ours["results"][name][metric] == pytest.approx(value, rel=1e-4)
 
 
-def test_a_conversation_is_as_with_the_hf_model(evaluate, model):
+def test_a_conversation_scores_as_with_the_hf_model(evaluate, model):
     args = {"pretrained": str(model.folder)}
     how = dict(names=("choice", "write"), apply_chat_template=True, system_instruction="Be short.")
     ours = evaluate("h2o_flexgen", args, **how)
@@ -150,7 +155,8 @@ def test_a_conversation_is_as_with_the_hf_model(evaluate, model):
 def test_sampling_is_ours_and_repeats(evaluate, model):
     args = {"pretrained": str(model.folder)}
     how = dict(names=["write"], gen_kwargs={"do_sample": True, "temperature": 5.0, "top_k": 50, "until": []})
-    once, again = evaluate("h2o_flexgen", args, **how), evaluate("h2o_flexgen", args, **how)
+    once = evaluate("h2o_flexgen", args, **how)
+    again = evaluate("h2o_flexgen", args, **how)
     assert answers(once) == answers(again) != answers(evaluate("h2o_flexgen", args, names=["write"]))
 
 
@@ -169,14 +175,14 @@ def make(model):
     pytest.importorskip("lm_eval")
 
     def made(**args):
-        return lm_eval.HarnessLM(**{"pretrained": str(model.folder), "device": "cpu", "dtype": "float32"} | args)
+        return HarnessLM(**{"pretrained": str(model.folder), "device": "cpu", "dtype": "float32"} | args)
 
     return made
 
 
 @pytest.fixture
 def small(make):
-    """One with a KV budget, and windows that an oracle has time for."""
+    """A model with a KV budget, and windows short enough for the oracle."""
     return make(hh_size=HEAVY, recent_size=RECENT, max_length=48)
 
 
@@ -199,8 +205,8 @@ def test_under_a_kv_budget_continuations_score_as_with_the_oracle(model, make, s
     answers = small.loglikelihood(requests(*PAIRS))
     for (context, continuation), answer in zip(PAIRS, answers, strict=True):
         pair = small._encode_pair(context, continuation) if context else ([2], small.tok_encode(continuation, False))
-        context, continuation = ((pair[0] + pair[1])[-49:][: -len(pair[1])], pair[1])
-        assert answer == (pytest.approx(forced(model, context, continuation)[0], abs=1e-3), False)
+        context = (pair[0] + pair[1])[-49:][: -len(pair[1])]
+        assert answer == (pytest.approx(forced(model, context, pair[1])[0], abs=1e-3), False)
     full = make(max_length=48).loglikelihood(requests(*PAIRS))
     assert [abs(a - b) > 1e-2 for (a, _), (b, _) in zip(answers, full)] == [True, True, True, False]
     heavy_recent = {"heavy": HEAVY, "recent": RECENT, "rule": "smoothed"}
@@ -208,8 +214,8 @@ def test_under_a_kv_budget_continuations_score_as_with_the_oracle(model, make, s
 
 
 @needs_harness
-def test_what_the_model_would_say_is_greedy(model, small):
-    """The oracle's own tokens, which as a text would be read as others."""
+def test_the_most_likely_continuation_is_greedy(model, small):
+    """The oracle's own tokens; their text would be tokenized differently."""
     context = small.tok_encode("for name in")
     said = model.oracle.generate(context, 12, HEAVY, RECENT).tokens
     ((_, is_greedy), (_, other)) = small._loglikelihood_tokens(
@@ -251,7 +257,7 @@ def test_a_ratio_is_of_the_longest_context(make):
 
 
 @needs_harness
-def test_where_contexts_say_nothing_of_the_work_slots_are_asked_for(evaluate, model, make, tmp_path):
+def test_a_ratio_is_refused_where_contexts_say_nothing_of_the_work(evaluate, model, make, tmp_path):
     with pytest.raises(UserError, match="decodes whole texts: a ratio .* give `hh_size`"):
         make(hh_ratio=0.25).loglikelihood_rolling(requests(("a",)))
     with pytest.raises(UserError, match="requests that are left: a ratio"):
@@ -271,12 +277,13 @@ def test_answers_in_the_cache_are_not_asked_for_again(evaluate, model, tmp_path,
 
 @needs_harness
 def test_answers_are_in_the_cache_as_soon_as_their_batch_is_done(make, monkeypatch):
-    """So that an interrupt takes only the block that was running."""
-    seen, lm = [], make()
+    """So that an interrupt loses only the running block."""
+    seen = []
+    lm = make()
     lm.cache_hook = SimpleNamespace(add_partial=lambda *what: seen.append(what))
     pairs = requests(("a", " b"), ("a", " c"))
 
-    def score(rows, prompt_len, on_output):
+    def score(rows, prompt_len, *, first_scored, on_output):
         on_output(ScoreOutput(1, rows[1], [-1.0], rows[1][-1:]))
         raise KeyboardInterrupt
 
@@ -288,19 +295,20 @@ def test_answers_are_in_the_cache_as_soon_as_their_batch_is_done(make, monkeypat
 
 @needs_harness
 def test_a_model_is_made_of_a_line_of_arguments(model):
-    """The harness names cuda:0 where its user names no device."""
-    line = f"pretrained={model.folder},dtype=float32,hh_size=4,max_length=100,gpu_mem=0.5"
-    lm = lm_eval.HarnessLM.create_from_arg_string(line, {"device": "cuda:0", "batch_size": "auto"})
-    assert lm.max_length == 100 and lm.llm.kv_budget.hh_size == 4 and lm.llm.caps["gpu"] == 1 << 29
+    """The harness names cuda:0 if its user names no device."""
+    line = f"pretrained={model.folder},dtype=float32,hh_size=4,max_length=100,mem=2,gpu_mem=0.5"
+    lm = HarnessLM.create_from_arg_string(line, {"device": "cuda:0", "batch_size": "auto"})
+    assert lm.max_length == 100 and lm.llm.kv_budget.hh_size == 4
+    assert lm.llm.caps["gpu"] == 1 << 29 and lm.llm.caps["ram"] == 2 << 30
     assert not lm.llm.device.is_cuda
     with pytest.raises(UserError, match="cuda"):
-        lm_eval.HarnessLM.create_from_arg_string(f"{line},device=cuda", {"device": "cuda:0"})
+        HarnessLM.create_from_arg_string(f"{line},device=cuda", {"device": "cuda:0"})
 
 
 BAD = [
     (
         dict(hh_ration=0.2),
-        "unknown in --model_args: hh_ration; known: pretrained, path, .*, prefix_token_id, revision$",
+        "unknown in --model_args: hh_ration; known: pretrained, path, .*, prefix_token_id$",
     ),
     (dict(hh_ratio="lots"), "`hh_ratio` must be a number, not 'lots'"),
     (dict(hh_ratio=20), "for 20 % give 0.2"),
@@ -308,7 +316,7 @@ BAD = [
     (dict(kv_rule="mean"), "`kv_rule` says which tokens a KV budget keeps"),
     (dict(kv_rule="meen", hh_size=4), "unknown `kv_rule` 'meen'; known: h2o, smoothed"),
     (dict(gpu_mem=0), "`gpu_mem` must be more than 0 GiB, not 0"),
-    (dict(max_length=161), "`max_length` must be a whole number up to 160, which"),
+    (dict(max_length=161), "`max_length` must be a whole number up to 160, the most"),
     (dict(max_length=0), "`max_length` must be a whole number"),
     (dict(pretrained="./nowhere"), "nowhere: no such folder"),
     (dict(revision=1234567), "`revision` must be a branch, a tag or a commit, not 1234567"),
@@ -317,9 +325,9 @@ BAD = [
 
 
 @pytest.mark.parametrize("trusted", [True, False])
-def test_code_that_comes_with_a_model_is_not_trusted_and_that_is_said(tiny, caplog, trusted):
+def test_trust_remote_code_is_ignored_with_a_warning(tiny, caplog, trusted):
     with pytest.raises(UserError, match="has no tokenizer"):
-        lm_eval.HarnessLM(str(tiny("llama").folder), device="cpu", trust_remote_code=trusted)
+        HarnessLM(str(tiny("llama").folder), device="cpu", trust_remote_code=trusted)
     assert caplog.text.count("trust_remote_code is ignored") == trusted
 
 
@@ -336,7 +344,7 @@ def test_requests_that_cannot_be_run_are_refused(make, tiny):
     with pytest.raises(UserError, match="a continuation has [0-9]+ tokens; `max_length` is 20"):
         lm.loglikelihood(requests(("a", MORE)))
     for refuses in (lm, make(hh_size=HEAVY)):
-        with pytest.raises(UserError, match="loglikelihood, request 1: the continuation has no token"):
+        with pytest.raises(UserError, match="loglikelihood, request 1: the continuation adds no token"):
             refuses.loglikelihood(requests(("a", " b"), ("a", "")))
     with pytest.raises(UserError, match="20 tokens are to be generated; `max_length` is 20"):
         lm.generate_until(requests(("a", {"max_gen_toks": 20})))
@@ -347,7 +355,7 @@ def test_requests_that_cannot_be_run_are_refused(make, tiny):
 
 
 @needs_harness
-def test_the_command_is_the_harness_with_one_model_more(model, tasks, tmp_path):
+def test_the_command_is_the_harness_with_an_additional_model(model, tasks, tmp_path):
     args = f"pretrained={model.folder},hh_size=8,kv_rule=mean:first=2,dtype=float32,device=cpu"
     job = ["--model", "h2o_flexgen", "--tasks", "choice", "--include_path", tasks, "--output_path", tmp_path / "out"]
     words = [sys.executable, "-m", "h2o_flexgen.lm_eval", *job, "--model_args", args]
@@ -367,9 +375,9 @@ def test_the_models_of_the_harness_are_still_there():
 
 
 @needs_harness
-def test_an_error_of_the_user_is_one_line(make, monkeypatch, capsys):
+def test_a_user_error_is_one_line(make, monkeypatch, capsys):
     monkeypatch.setattr("lm_eval.__main__.cli_evaluate", lambda: make(hh_ration=0.2))
-    assert lm_eval.main(["--model", "h2o_flexgen"]) == 2
+    assert main(["lm_eval", "--model", "h2o_flexgen"]) == 2
     err = capsys.readouterr().err
     assert err.startswith("error: unknown in --model_args: hh_ration; known: pretrained, ") and err.count("\n") == 1
 
@@ -377,7 +385,7 @@ def test_an_error_of_the_user_is_one_line(make, monkeypatch, capsys):
 def test_without_the_harness_the_error_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "lm_eval.__main__", None)
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    assert lm_eval.main(["--help"]) == 2
+    assert main(["lm_eval", "--help"]) == 2
     err = capsys.readouterr().err
     assert err.startswith("error: lm-evaluation-harness cannot be loaded (") and "pip install lm-eval" in err
     assert err.count("\n") == 1
@@ -388,9 +396,9 @@ def test_commands_of_the_document_name_options_of_the_harness():
     from lm_eval._cli import HarnessCLI
 
     text = (ROOT / "docs" / "lm-eval.md").read_text().replace("\\\n", " ")
-    lines = [line for line in text.splitlines() if line.startswith("python -m h2o_flexgen.lm_eval ")]
+    lines = [line for line in text.splitlines() if line.startswith("h2o-flexgen lm_eval ")]
     assert len(lines) >= 6
     for line in lines:
-        args = HarnessCLI()._parser.parse_args(["run", *shlex.split(line, comments=True)[3:]])
+        args = HarnessCLI()._parser.parse_args(["run", *shlex.split(line, comments=True)[2:]])
         assert args.model == "h2o_flexgen"
-        assert args.model_args.keys() <= inspect.signature(lm_eval.HarnessLM).parameters.keys()
+        assert args.model_args.keys() <= set(KNOWN)

@@ -1,4 +1,4 @@
-"""In fp32 the tokens are those of transformers (full cache) and of the oracle (H2O), wherever the bytes live."""
+"""In fp32 the tokens are those of transformers (full cache) and of the oracle (H2O), wherever the bytes are."""
 
 from __future__ import annotations
 
@@ -23,30 +23,33 @@ def assert_same(outputs, references, atol=2e-4):
         assert output.logprobs == pytest.approx(reference.logprobs, abs=atol), f"prompt {n}"
 
 
-# every variant of every family
-
 PLACEMENTS = {
     "ram": dict(percent=(100, 0, 100, 0, 100, 0), gpu_batch_size=3, num_gpu_batches=2),
     "disk": dict(percent=(0, 0, 0, 0, 0, 0), gpu_batch_size=2, num_gpu_batches=2, prefill_tokens=30),
 }
 
 
-@pytest.mark.parametrize("name", zoo.CONFIGS)
-def test_every_variant_gives_the_tokens_of_transformers_and_of_the_oracle(tiny, run, name):
-    """With a full cache on one placement and with H2O on the other; of neighbouring variants on the other two."""
-    model, placements = tiny(name), list(PLACEMENTS.values())
-    placements = placements if list(zoo.CONFIGS).index(name) % 2 else placements[::-1]
+#: the first two variants of each family, and all whose RoPE depends on the length of the text. The layers of every
+#: variant are compared with transformers' in `models/test_maths.py`
+VARIANTS = [name for variants in zoo.VARIANTS.values() for name in [*variants][:2]] + zoo.BY_LENGTH
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_tokens_are_those_of_transformers_and_of_the_oracle(tiny, run, name):
+    """With a full cache in RAM, and with H2O on disk."""
+    model = tiny(name)
     prompts = model.clear_cut_prompts(LENGTHS[:5], 14, [(None, None), BUDGET])
-    full, kept = model.references(prompts, 14), model.references(prompts, 14, *BUDGET)
-    outputs = run(model, prompts, 14, **placements[0])
+    full = model.references(prompts, 14)
+    kept = model.references(prompts, 14, *BUDGET)
+    outputs = run(model, prompts, 14, **PLACEMENTS["ram"])
     assert [o.token_ids for o in outputs] == [model.transformers(p, 14)[0] for p in prompts]
     assert_same(outputs, full)
     assert all(count > 0 for r in kept for layer in r.evicted for count in layer)
     assert any(r.tokens != f.tokens for r, f in zip(kept, full))
-    assert_same(run(model, prompts, 14, BUDGET, **placements[1]), kept)
+    assert_same(run(model, prompts, 14, BUDGET, **PLACEMENTS["disk"]), kept)
 
 
-# wherever the bytes live
+# wherever the bytes are
 
 POLICIES = {
     "all_gpu": dict(percent=(100, 0, 100, 0, 100, 0), gpu_batch_size=7),
@@ -87,40 +90,36 @@ def small_segments(monkeypatch):
     monkeypatch.setattr(full_cache, "SEGMENT", 6)
 
 
-#: the plainest OPT runs under all policies, each other model under a third of these
-MODELS = [*zoo.FIRST.values(), "llama_groups_of_3_wide_heads_linear", "llama_groups_of_8_dynamic"]
-FEW = (
-    "all_gpu",
-    "all_cpu_attention_on_cpu",
-    "all_disk_micro",
-    "thirds",
-    "thirds_attention_on_cpu",
-    "weights_cpu_disk",
-    "cache_gpu_cpu",
-    "cache_gpu_disk",
-    "cache_cpu_disk_attention_on_cpu",
-    "activations_mixed",
-    "everything_mixed",
-)
 BUDGETS = {"full": None, "h2o": BUDGET}
 
 
-def cases():
-    """The plainest OPT with both caches, other models with one; caches and overlap take turns, so that each policy
-    meets each."""
-    for m, name in enumerate(MODELS):
-        for p, policy in enumerate(POLICIES if name == "opt" else FEW[m % 3 :: 3]):
-            turns = [(p, 0), (p + 1, 1)] if name == "opt" else [((m // 3 + p) // 2, (m // 3 + p) % 2)]
-            for overlap, cache in turns:
-                yield name, policy, overlap % 2 == 0, list(BUDGETS)[cache]
-
-
-@pytest.mark.parametrize("name, policy, overlap, cache", [*cases()])
-def test_tokens_do_not_depend_on_the_policy(tiny, run, name, policy, overlap, cache):
-    model, budget = tiny(name), BUDGETS[cache]
+def assert_tokens_of_the_oracle(model, run, policy: str, cache: str, overlap: bool) -> None:
+    budget = BUDGETS[cache]
     prompts = model.clear_cut_prompts(LENGTHS, LONG, [(None, None), BUDGET])
     outputs = run(model, prompts, LONG, budget, overlap=overlap, **POLICIES[policy])
     assert_same(outputs, model.references(prompts, LONG, *(budget or ())))
+
+
+@pytest.mark.parametrize("cache, overlap", [("full", False), ("h2o", True)])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_tokens_do_not_depend_on_the_policy(tiny, run, policy, cache, overlap):
+    assert_tokens_of_the_oracle(tiny("opt"), run, policy, cache, overlap)
+
+
+@pytest.mark.parametrize(
+    "policy, cache, overlap",
+    [
+        ("thirds_attention_on_cpu", "full", True),
+        ("all_disk_micro", "h2o", True),
+        ("cache_gpu_disk", "h2o", False),
+        ("everything_mixed", "full", False),
+    ],
+)
+@pytest.mark.parametrize(
+    "name", [*zoo.FIRST.values(), "llama_groups_of_3_wide_heads_linear", "llama_groups_of_8_dynamic"]
+)
+def test_four_policies_with_every_family(tiny, run, name, policy, cache, overlap):
+    assert_tokens_of_the_oracle(tiny(name), run, policy, cache, overlap)
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +157,7 @@ EDGES += [(10, 11), (10, 12), (13, 20), (19, 20), (20, 20), (20, 21), (40, 40), 
 
 @pytest.mark.parametrize("n, budget", [*enumerate(EDGES)], ids=str)
 def test_budgets_at_their_edges(tiny, run, n, budget):
-    """Models and placements take turns."""
+    """Models and placements alternate."""
     model = tiny(["one_layer", "llama_groups_of_3_wide_heads_linear", "gpt_neox"][n % 3])
     prompts = model.clear_cut_prompts(LENGTHS, 20, [budget])
     outputs = run(model, prompts, 20, budget, **PLACEMENTS[["ram", "disk"][n % 2]])
@@ -188,13 +187,15 @@ def test_prompts_that_just_fit_the_budget(tiny, run, name):
 @pytest.mark.parametrize("placement, budget", [("ram", None), ("disk", BUDGET)], ids=["full", "budget"])
 @pytest.mark.parametrize("name", [*zoo.FIRST.values(), "llama_groups_of_8_dynamic"])
 def test_outputs_of_all_lengths_share_a_block(tiny, name, placement, budget):
-    """With a short one of a prompt that fills the model's positions: its row runs beyond them, for its neighbours."""
+    """The prompts of the shortest outputs fill the model's positions, so that the block goes on beyond them."""
     model = tiny(name)
     most = read_spec(model.folder).positions
-    lengths, outputs = (most - 2, 5, most - 5, 17, 1, 3, 9), (2, 30, 5, 1, 40, 30, 12)
+    lengths = (most - 2, 5, most - 5, 17, 1, 3, 9)
+    outputs = (2, 30, 5, 1, 40, 30, 12)
     prompts = [model.clear_cut_prompts([n], m, [budget or (None, None)])[0] for n, m in zip(lengths, outputs)]
     params = [SamplingParams(max_tokens=m, ignore_eos=True) for m in outputs]
-    kv_budget, options = budget and KVBudget.from_size(*budget), dict(device="cpu", dtype="float32", progress=False)
+    kv_budget = budget and KVBudget.from_size(*budget)
+    options = dict(device="cpu", dtype="float32", progress=False)
     with LLM(str(model.folder), Policy(**{**PLACEMENTS[placement], "gpu_batch_size": 4}), kv_budget, **options) as llm:
         found = [o.outputs[0] for o in llm.generate(prompts, params)]
     assert_same(found, [model.reference(p, m, *(budget or ())) for p, m in zip(prompts, outputs)])
@@ -212,7 +213,7 @@ def test_prompts_of_one_token(tiny, run, name, budget):
 @pytest.mark.parametrize("budget", [None, BUDGET], ids=["full", "budget"])
 @pytest.mark.parametrize("name", zoo.BY_LENGTH)
 def test_rope_by_length_does_not_see_the_neighbours(tiny, run, name, budget):
-    """Texts that end before, at and behind the trained length, alone and beside a long one that starts behind it."""
+    """Texts that end before, at and after the trained length, alone and beside a long one that begins after it."""
     model = tiny(name)
     trained = 16
     lengths = [trained - 9, trained - 2, trained - 1, trained, trained + 1, 2 * trained]
@@ -243,7 +244,8 @@ def test_the_cache_holds_the_positions_of_the_oracle(tiny, run, monkeypatch, nam
     prompts = model.clear_cut_prompts(LENGTHS, 24, [budget])
     order = sorted(prompts, key=len, reverse=True)
     references = [model.reference(p, 24, *budget) for p in order]
-    layers, seen = model.hf.config.num_hidden_layers, []
+    layers = model.hf.config.num_hidden_layers
+    seen = []
     decode = FixedRule.decode
 
     def spy(self, cache, q, k, v, rows):
@@ -259,7 +261,7 @@ def test_the_cache_holds_the_positions_of_the_oracle(tiny, run, monkeypatch, nam
         for b, prompt in enumerate(order):
             new = len(prompt) + step - 1
             assert len(position[b]) == model.oracle.kv_heads
-            for h, held in enumerate(position[b]):
-                # the token that must go leaves when the next one comes
+            for h, cached in enumerate(position[b]):
+                # the token that goes stays until the next one takes its slot
                 expected = references[b].kept[step - 1][layer][h] | {new}
-                assert sorted(p for p in held if p >= 0) == sorted(expected), (step, layer, b, h)
+                assert sorted(p for p in cached if p >= 0) == sorted(expected), (step, layer, b, h)

@@ -1,4 +1,4 @@
-"""What a job holds: the peak of a whole one against its plan; what the process held before; what is left after."""
+"""Memory of jobs: their peak against the plan, what the process held before, and what is left afterwards."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import weakref
 
 import numpy as np
 import pytest
-from cli_tools import FP32, ON_DISK, ON_GPU, end, environment, percent, start, wide
+from command_tools import FP32, ON_DISK, ON_GPU, end, environment, percent, start, wide
 
 from bench.checkpoint import write_gguf
 from h2o_flexgen import LLM, Policy, SamplingParams
 from h2o_flexgen.engine import step
-from h2o_flexgen.machine.device import Device
+from h2o_flexgen.machine.device import CpuDevice
 
-pytest_plugins = ["cli_tools"]
+pytest_plugins = ["command_tools"]
 
-#: so much larger than the interpreter that its weights, cache and workspaces decide
+#: so large that weights, cache and workspaces outweigh the interpreter
 LARGE = wide(1024, vocab_size=30000, num_hidden_layers=4, num_attention_heads=16, max_position_embeddings=128)
 
 
@@ -59,25 +59,26 @@ def test_the_peak_stays_near_the_plan(tmp_path, config, placement, budget, forma
         (tmp_path / "config.json").write_text(json.dumps({"opt": LARGE, "llama": LLAMA}[config]))
     report = tmp_path / "report.json"
     limit = () if budget == "full" else ("--hh-ratio", 0.2, "--kv-rule", budget)
-    # two blocks: what the plan counts is all in use at once from the second on
+    # two blocks: all that the plan counts is in use at once only from the second on
     job = (*model, *FP32, "--prompt-len", 64, "--gen-len", 3, "--num-prompts", 24)
     where = ("--gpu-batch-size", 8, "--num-gpu-batches", 2, "--offload-dir", tmp_path / "offload")
     where += percent(PLACEMENTS[placement])
     code, _, err = end(start(*job, *where, *limit, *formats.split(), "--report", report), timeout=300)
     assert code == 0, err
     found = json.loads(report.read_text())
-    peak, planned = (sum(found[f"{which}_memory_bytes"][t] for t in ("gpu", "cpu")) for which in ("peak", "planned"))
-    print(peak / planned)
-    assert 0.9 * planned < peak < 1.01 * planned
-    peak, planned = (found[f"{which}_memory_bytes"]["disk"] for which in ("peak", "planned"))
-    assert 0.99 * planned <= peak <= planned
+    peak = found["peak_memory_bytes"]
+    planned = found["planned_memory_bytes"]
+    ratio = (peak["gpu"] + peak["cpu"]) / (planned["gpu"] + planned["cpu"])
+    print(ratio)
+    assert 0.9 < ratio < 1.01
+    assert 0.99 * planned["disk"] <= peak["disk"] <= planned["disk"]
 
 
-#: streams that outgrow their caches; prints peak and plan of RAM and of the disk
+#: streams that outgrow their caches; prints peak and plan of RAM and disk
 SESSION = """
 import json, sys
 from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams
-from h2o_flexgen.offload import memory
+from h2o_flexgen.machine import memory
 how = dict(path="_DUMMY_", device="cpu", dtype="float32", progress=False)
 with LLM(sys.argv[1], Policy(4, 2, tuple(map(int, sys.argv[2:]))), KVBudget.from_size(200), **how) as llm:
     session = llm.session(count=8, chunk=96)
@@ -99,8 +100,8 @@ def test_the_peak_of_a_session_stays_near_its_plan(tmp_path):
     assert 0.99 * planned_disk <= peak_disk <= planned_disk
 
 
-def test_what_the_process_came_to_hold_is_in_the_plan(model):
-    """Prompts, another model: whatever was there when a job is planned, but the job's own weights once."""
+def test_what_the_process_holds_already_is_in_the_plan(model):
+    """Prompts, another model: whatever it holds when a job is planned, with the job's own weights counted once."""
 
     def planned(llm):
         llm.generate([[5, 6, 7]], SamplingParams(max_tokens=2))
@@ -110,7 +111,7 @@ def test_what_the_process_came_to_hold_is_in_the_plan(model):
         first = planned(llm)
         assert abs(planned(llm) - first) < 16 << 20
         other = np.ones(256 << 20, np.uint8)
-        assert 192 << 20 < planned(llm) - first < 272 << 20  # 48 MiB are there for libraries
+        assert 192 << 20 < planned(llm) - first < 272 << 20  # 48 MiB are planned for libraries
         del other
         assert abs(planned(llm) - first) < 16 << 20
 
@@ -119,7 +120,7 @@ def test_an_exception_that_is_kept_holds_no_weights(model):
     weights = []
 
     def stop(output):
-        if llm.runner.weights is not None:  # it is told once more after the interrupt
+        if llm.runner.weights is not None:  # called once more after the interrupt
             weights.append(weakref.ref(llm.runner.weights))
         raise KeyboardInterrupt
 
@@ -133,15 +134,15 @@ def test_an_exception_that_is_kept_holds_no_weights(model):
 
 
 @pytest.mark.parametrize("seconds, over_plan, micro_batches", [(0, 0, 3), (0, float("inf"), 0), (float("inf"), 0, 0)])
-def test_prefill_gives_gaps_back_at_its_end_and_where_it_holds_more_than_planned(
+def test_prefill_trims_the_heap_at_its_end_and_while_it_holds_more_than_planned(
     model, monkeypatch, seconds, over_plan, micro_batches
 ):
-    given_back = []
-    monkeypatch.setattr(step, "GAPS_SECONDS", seconds)
-    monkeypatch.setattr(step, "GAPS_OVER_PLAN", over_plan)
-    monkeypatch.setattr(Device, "release_gaps", lambda self: given_back.append(self))
+    trimmed = []
+    monkeypatch.setattr(step, "TRIM_SECONDS", seconds)
+    monkeypatch.setattr(step, "TRIM_OVER_PLAN", over_plan)
+    monkeypatch.setattr(CpuDevice, "release_gaps", lambda self: trimmed.append(self))
     policy = Policy(gpu_batch_size=3, num_gpu_batches=1, prefill_tokens=4)
     with LLM(str(model), device="cpu", dtype="float32", progress=False, policy=policy) as llm:
         llm.generate([[5, 6, 7]] * 3, SamplingParams(max_tokens=2))
         layers = 1 + llm.spec.layers
-    assert len(given_back) == 1 + micro_batches * layers
+    assert len(trimmed) == 1 + micro_batches * layers

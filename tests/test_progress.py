@@ -29,12 +29,12 @@ def test_a_line_for_every_tenth_and_for_every_minute(clock, capsys):
             b.update(n)
     assert capsys.readouterr().err.splitlines() == [
         "generating: 60 of 1000 tokens, 0.9836 tokens/s",  # a minute
-        "generating: 160 of 1000 tokens, 2.424 tokens/s",  # a tenth, as soon as the last line is some seconds old
+        "generating: 160 of 1000 tokens, 2.424 tokens/s",  # a tenth, once the last line is a few seconds old
         "generating: 1000 of 1000 tokens, 13.16 tokens/s",  # and the last line once
     ]
 
 
-def test_what_is_done_at_once_says_nothing_but_its_result(clock, capsys):
+def test_a_quick_task_prints_only_its_result(clock, capsys):
     for leave in (False, True):
         with bar(desc="loading weights", total=3_000_000_000, unit="B", leave=leave) as b:
             clock(1)
@@ -66,8 +66,8 @@ def test_in_a_terminal_it_is_a_bar(monkeypatch, capsys):
     assert "\r" in err and "10/10" in err and "tokens/s" in err
 
 
-def test_a_job_tells_its_pass_its_rows_and_where_prompts_are(monkeypatch, capsys):
-    """Of a pass with a prompt the layer too, since it may take minutes."""
+def test_a_job_shows_its_pass_its_rows_and_the_layer_of_prompts(monkeypatch, capsys):
+    """And the layer, if the pass has a prompt, since it may take minutes."""
     monkeypatch.setattr(progress, "LINE_SECONDS", 0)
     sequences = [Sequence(n, [1, 2], SamplingParams(max_tokens=length)) for n, length in enumerate((5, 3))]
     job = ProgressBar(total=8, layers=5, show=True)

@@ -1,4 +1,4 @@
-"""Rows come and go, and what prompts share is computed once: each row gets what it gets alone, wherever bytes live."""
+"""Rows enter and leave, and share prefixes: each gets the same as alone, wherever its data is."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PLACEMENTS = {
         percent=(33, 33, 33, 33, 33, 33), gpu_batch_size=4, num_gpu_batches=2, cpu_cache_compute=True
     ),
 }
-#: (tokens of what a prompt has alone, behind which beginning, tokens of the output)
+#: (prompt tokens after the shared beginning, which beginning, output tokens)
 ROWS = [
     (9, "", 14),
     (4, "a", 3),
@@ -46,7 +46,7 @@ ROWS = [
     (4, "b", 14),
     (5, "b", 4),
 ]
-BEGINNINGS = {"": 0, "a": 11, "ab": 17, "abc": 22, "b": 13}  # each within the one before it
+BEGINNINGS = {"": 0, "a": 11, "ab": 17, "abc": 22, "b": 13}  # "ab" begins with "a", "abc" with "ab"
 MOST = max(output for _, _, output in ROWS)
 BUDGET = (4, 4)
 OPTIONS = dict(device="cpu", dtype="float32", progress=False)
@@ -54,7 +54,7 @@ OPTIONS = dict(device="cpu", dtype="float32", progress=False)
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    """Caches that grow do so often, and a few tokens in common are worth a node."""
+    """Makes growing caches grow often, and a few shared tokens worth a node."""
     monkeypatch.setattr(full_cache, "SEGMENT", 4)
     monkeypatch.setattr(prefixes, "LEAST_SAVED", 4)
     monkeypatch.setattr(prefixes, "LEAST_TOKENS", 1)
@@ -62,21 +62,21 @@ def small(monkeypatch):
 
 @dataclass
 class Job:
-    """Prompts of which several begin alike, and the most tokens of each output."""
+    """Prompts, several with shared prefixes, and the most tokens of each output."""
 
     prompts: list[list[int]]
     outputs: list[int]
 
     @classmethod
     def of(cls, model: zoo.Tiny, *budgets: tuple) -> Job:
-        """No decision of the reference is a close call."""
-        (a,), (b,) = model.prompts([22], seed=77), model.prompts([13], seed=78)
-        begin = {name: (b if name == "b" else a)[:length] for name, length in BEGINNINGS.items()}
-        lengths = {name: [own for own, each, _ in ROWS if each == name] for name in begin}
-        found = {
-            name: iter(model.clear_cut_prompts(lengths[name], MOST, budgets or [(None, None)], tuple(begin[name])))
-            for name in begin
-        }
+        """Prompts for which no decision of the reference is a close call."""
+        (a,) = model.prompts([22], seed=77)
+        (b,) = model.prompts([13], seed=78)
+        found = {}
+        for name, length in BEGINNINGS.items():
+            begin = tuple((b if name == "b" else a)[:length])
+            lengths = [own for own, each, _ in ROWS if each == name]
+            found[name] = iter(model.clear_cut_prompts(lengths, MOST, budgets or [(None, None)], begin))
         return cls([next(found[name]) for _, name, _ in ROWS], [output for _, _, output in ROWS])
 
     @property
@@ -103,14 +103,14 @@ def alone(llm: LLM, job: Job, params: list[SamplingParams] | None = None) -> lis
     return [llm.generate([prompt], p, keys=[n])[0].outputs[0].token_ids for n, (prompt, p) in each]
 
 
-# wherever the bytes live
+# placements
 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no overlap"])
 @pytest.mark.parametrize("budget", [None, BUDGET], ids=["full", "budget"])
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_rows_that_come_and_go_get_the_tokens_of_the_oracle(tiny, placement, budget, overlap):
-    """Twice, since the second job begins with what the first one has left in the buffers."""
+def test_rows_that_enter_and_leave_get_the_tokens_of_the_oracle(tiny, placement, budget, overlap):
+    """Twice, since the second job begins with data that the first one left in the buffers."""
     model = tiny(["opt", "llama_groups_of_3_wide_heads_linear"][list(PLACEMENTS).index(placement) % 2])
     job = Job.of(model, (None, None), BUDGET)
     with opened(model, placement, budget, overlap=overlap) as llm:
@@ -131,21 +131,22 @@ def test_every_family_gives_the_tokens_of_transformers(tiny, name):
 
 
 @pytest.mark.parametrize("name", zoo.BY_LENGTH)
-def test_rope_by_length_shares_what_is_rotated_alike(tiny, name):
+def test_rope_by_length_shares_only_prefixes_that_are_rotated_alike(tiny, name):
     model = tiny(name)
     job = Job.of(model)
     with opened(model, "disk") as llm:
         assert tokens(llm, job) == job.expected(model)
 
 
-#: of each rule its options; `snapkv` shares what is before the window
+#: options of each rule; `snapkv` shares the tokens before its window
 OWN = {"snapkv": ":window=4:pool=3", "vatp": ":first=1", "sinks": ":first=1"}
 
 
 @pytest.mark.parametrize("n, rule", [*enumerate(RULES)], ids=RULES)
 def test_every_rule_keeps_what_the_oracle_keeps(tiny, n, rule):
-    """Placements take turns, and each rule meets two."""
-    model, budget = tiny("llama"), (*BUDGET, rule + OWN.get(rule, ":first=0"))
+    """Each rule with two placements."""
+    model = tiny("llama")
+    budget = (*BUDGET, rule + OWN.get(rule, ":first=0"))
     job = Job.of(model, budget)
     names = list(PLACEMENTS)
     for placement in (names[n % len(names)], names[(n + 3) % len(names)]):
@@ -157,10 +158,11 @@ def test_every_rule_keeps_what_the_oracle_keeps(tiny, n, rule):
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 @pytest.mark.parametrize("budget", [None, (3, 2)], ids=["full", "budget"])
 def test_quantised_caches(tiny, budget, kind):
-    """A prompt attends to its tokens as they are, those that it shares too, and its output to what is stored. The job
-    is small: with more tokens one of them is always about to be rounded the other way."""
+    """A prompt attends to its tokens unquantised, shared ones included, its output to stored ones. The job is small,
+    since with more tokens one would always be close to being rounded the other way."""
     model = tiny("one_layer")
-    its_budget, outputs = (*(budget or (None, None)), "smoothed", kind), [4, 2, 4, 3, 4]
+    its_budget = (*(budget or (None, None)), "smoothed", kind)
+    outputs = [4, 2, 4, 3, 4]
     (begin,) = model.clear_cut_prompts([5], 4, [its_budget])
     prompts = model.clear_cut_prompts([1, 2, 2], 4, [its_budget], tuple(begin))
     job = Job(prompts + model.clear_cut_prompts([4, 6], 4, [its_budget]), outputs)
@@ -182,10 +184,11 @@ def test_positions_that_roll(tiny, placement):
 
 @pytest.mark.parametrize("placement", ["ram", "cpu tier", "disk"])
 @pytest.mark.parametrize("rule", ["h2o", "snapkv:window=2", None])
-def test_a_long_prompt_with_a_short_output_waits_behind_short_ones(tiny, placement, rule):
-    """Batches are laid out for the rows that come first, and not every row fits into each."""
+def test_a_long_prompt_with_a_short_output_waits_for_short_ones(tiny, placement, rule):
+    """Batches are laid out for the rows that enter first, and not every row fits into each."""
     model = tiny()
-    lengths, outputs = [40, 5, 5, 60, 3, 30, 6], [2, 9, 12, 3, 20, 1, 12]
+    lengths = [40, 5, 5, 60, 3, 30, 6]
+    outputs = [2, 9, 12, 3, 20, 1, 12]
     budget = (None, None) if rule is None else (*BUDGET, rule)
     prompts = [model.clear_cut_prompts([n], most, [budget])[0] for n, most in zip(lengths, outputs)]
     job = Job(prompts, outputs)
@@ -214,10 +217,11 @@ def test_a_block_shrinks_when_its_longest_row_ends_and_grows_again(tiny, placeme
     group_rows=st.sampled_from([1, 4, 128]),
 )
 def test_any_rows_under_any_policy(tiny, policy, budget, rows, ending, group_rows):
-    """Some of them twice, and each as long as it is asked for or until a token that ends it."""
+    """Some rows twice, and each up to its length or an end-of-sequence token."""
     model = tiny()
     pool = Job.of(model, (None, None), BUDGET, (*BUDGET, "snapkv:window=2"))
-    prompts, expected = [], []
+    prompts = []
+    expected = []
     for n, most in rows:
         reference = model.reference(pool.prompts[n], MOST, *(budget or ())).tokens[:most]
         prompts.append(pool.prompts[n])
@@ -235,7 +239,7 @@ def test_any_rows_under_any_policy(tiny, policy, budget, rows, ending, group_row
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_rows_end_where_their_texts_end(tiny, placement):
-    """At an end of the model's, at one of a row's own, or by their length."""
+    """At the model's end-of-sequence token, at one of a row's own, or by length."""
     model = tiny()
     job = Job.of(model)
     references = job.expected(model)
@@ -258,12 +262,13 @@ def test_rows_end_where_their_texts_end(tiny, placement):
 
 
 @pytest.mark.parametrize("placement", ["ram", "cpu tier", "thirds"])
-def test_a_row_draws_the_same_numbers_whenever_it_comes(tiny, placement):
+def test_a_row_draws_the_same_numbers_whenever_it_enters(tiny, placement):
     model = tiny()
     job = Job.of(model)
     params = [replace(p, temperature=1.3, top_p=0.95, seed=n % 2) for n, p in enumerate(job.params)]
     with opened(model, placement) as llm:
-        together, by_itself = tokens(llm, job, params), alone(llm, job, params)
+        together = tokens(llm, job, params)
+        by_itself = alone(llm, job, params)
         order = [7, 2, 11, 0, 9, 4, 1, 10, 3, 8, 6, 5]
         mixed = llm.generate([job.prompts[n] for n in order], [params[n] for n in order], keys=order)
     assert together == by_itself
@@ -275,8 +280,8 @@ def test_a_row_draws_the_same_numbers_whenever_it_comes(tiny, placement):
 
 @pytest.mark.parametrize("budget", [None, BUDGET], ids=["full", "budget"])
 @pytest.mark.parametrize("placement", ["ram", "disk", "thirds, attention on the CPU"])
-def test_texts_behind_the_same_context_score_as_each_alone(tiny, placement, budget):
-    """In one pass, and token by token behind a prompt; with the first token that is scored anywhere in it."""
+def test_texts_with_the_same_context_score_as_each_alone(tiny, placement, budget):
+    """In one pass, and token by token after a prompt, with the first scored token anywhere in it."""
     model = tiny("llama")
     texts = Job.of(model).prompts
     texts = [text + [5, 9, 3][: 1 + n % 3] for n, text in enumerate(texts)]
@@ -306,10 +311,11 @@ def test_texts_behind_the_same_context_score_as_each_alone(tiny, placement, budg
 
 
 class Fails(Observer):
-    """Ends the job once so many rows have ended."""
+    """Ends the job once `after` rows have ended."""
 
     def __init__(self, after: int):
-        self.after, self.ended = after, []
+        self.after = after
+        self.ended = []
 
     def on_finished(self, rows):
         self.ended += [s.index for s in rows]
@@ -318,10 +324,12 @@ class Fails(Observer):
 
 
 @pytest.mark.parametrize("placement", ["ram", "cpu tier", "disk", "thirds"])
-def test_what_came_before_an_error_is_right_and_so_is_the_next_job(tiny, placement):
+def test_outputs_before_an_error_are_right_and_so_is_the_next_job(tiny, placement):
     """An error while some rows prefill and others decode leaves nothing behind."""
-    model, seen = tiny(), []
-    job, watch = Job.of(model), Fails(5)
+    model = tiny()
+    seen = []
+    job = Job.of(model)
+    watch = Fails(5)
     expected = job.expected(model)
     with opened(model, placement, observer=watch) as llm:
         with pytest.raises(RuntimeError, match="by this test"):

@@ -9,17 +9,18 @@ from oracle import fresh_rotary
 
 from h2o_flexgen import LLM, KVBudget, Policy, UserError
 
-#: the plainest of every family, and of one each kind of RoPE, with groups of 1, 3 and 8
+#: the basic model of every family, and each kind of RoPE in one of them, with groups of 1, 3 and 8
 MODELS = list(dict.fromkeys([*zoo.FIRST.values(), *zoo.VARIANTS["llama"]]))
 LENGTHS = [9, 30, 17, 10, 24, 2, 13]
-PROMPT, BUDGET = 8, (3, 4)
+PROMPT = 8
+BUDGET = (3, 4)
 POLICIES = {
     "gpu": dict(percent=(100, 0, 100, 0, 100, 0), gpu_batch_size=7),
     "disk": dict(percent=(0, 0, 0, 0, 0, 0), gpu_batch_size=2, num_gpu_batches=2, prefill_tokens=20),
     "thirds": dict(percent=(33, 33, 33, 33, 33, 33), gpu_batch_size=3, num_gpu_batches=3),
     "in_turn": dict(percent=(50, 0, 50, 0, 0, 50), gpu_batch_size=4, overlap=False),
 }
-#: the plainest OPT under each policy, the others under one, in turns
+#: the basic OPT under each policy, each other model under one of them
 CASES = [("opt", policy) for policy in POLICIES]
 CASES += [(name, list(POLICIES)[n % len(POLICIES)]) for n, name in enumerate(MODELS[1:])]
 
@@ -31,7 +32,7 @@ def score(model, texts, prompt_len=None, budget=None, **policy):
 
 
 def expected(model, text: list[int]) -> tuple[list[float], list[bool]]:
-    """By transformers, of all tokens but the first; the last one is no input."""
+    """Scores by transformers of all tokens but the first; the last one is not an input."""
     model.hf.base_model.rotary_emb = fresh_rotary(model.hf)
     with torch.inference_mode():
         rows = model.hf(torch.tensor([text[:-1]])).logits[0].log_softmax(-1)
@@ -40,8 +41,9 @@ def expected(model, text: list[int]) -> tuple[list[float], list[bool]]:
 
 
 def natural(model, lengths) -> list[list[int]]:
-    """Texts of which about half the tokens are the model's own choice."""
-    return [p + model.reference(p, n - len(p)).tokens for n, p in zip(lengths, model.prompts(n // 2 for n in lengths))]
+    """Texts whose second halves are the model's own choice."""
+    prompts = model.prompts(n // 2 for n in lengths)
+    return [p + model.reference(p, n - len(p)).tokens for n, p in zip(lengths, prompts)]
 
 
 @pytest.mark.parametrize("name, policy", CASES)
@@ -57,13 +59,13 @@ def test_a_whole_text_scores_as_with_transformers(tiny, name, policy):
 
 
 @pytest.mark.parametrize("name, policy", [case for case in CASES if case[0] not in zoo.BY_LENGTH])
-def test_tokens_behind_a_prompt_score_as_with_transformers(tiny, name, policy):
-    """Not with RoPE by the length: of the text so far, but in one pass of the whole text."""
+def test_tokens_after_a_prompt_score_as_with_transformers(tiny, name, policy):
+    """Except with RoPE by length: token by token it depends on the text so far, in one pass on the whole text."""
     model = tiny(name)
     texts = natural(model, LENGTHS)
     for output, text in zip(score(model, texts, PROMPT, **POLICIES[policy]), texts, strict=True):
         if len(text) <= PROMPT:
-            assert "none behind the first 8" in output.error and output.token_logprobs == []
+            assert "none to score after the first 8" in output.error and output.token_logprobs == []
             continue
         logprobs, greedy = expected(model, text)
         assert output.token_logprobs == pytest.approx(logprobs[PROMPT - 1 :], abs=1e-4)
@@ -84,7 +86,7 @@ def test_under_a_kv_budget_the_tokens_score_as_with_the_oracle(tiny, name, polic
 
 
 def clear_cut(model, lengths):
-    """Texts for which no eviction is a close call, and what the oracle says of them."""
+    """Texts for which no eviction is a close call, and their scores by the oracle."""
     found = []
     for n in lengths:
         for seed in range(100):
@@ -109,7 +111,8 @@ def test_a_score_does_not_depend_on_its_neighbours(tiny):
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 def test_each_text_may_have_a_prompt_of_its_own_length(tiny, policy):
     model = tiny("llama")
-    texts, lens = natural(model, LENGTHS), [1, 12, 16, 3, 8, 1, 12]
+    texts = natural(model, LENGTHS)
+    lens = [1, 12, 16, 3, 8, 1, 12]
     for output, text, prompt_len in zip(score(model, texts, lens, **policy), texts, lens, strict=True):
         logprobs, greedy = expected(model, text)
         assert output.token_logprobs == pytest.approx(logprobs[prompt_len - 1 :], abs=1e-4)
@@ -119,7 +122,8 @@ def test_each_text_may_have_a_prompt_of_its_own_length(tiny, policy):
 
 
 def test_outputs_are_handed_on_as_their_batches_are_done(tiny):
-    model, seen = tiny("llama"), []
+    model = tiny("llama")
+    seen = []
     texts = [*natural(model, LENGTHS), [400]]
     with LLM(str(model.folder), Policy(3, 1), device="cpu", dtype="float32", progress=False) as llm:
         outputs = llm.score(texts, on_output=seen.append)
@@ -141,12 +145,12 @@ def test_a_text_may_have_one_token_more_than_the_model_has_positions(tiny, name,
         assert output.token_logprobs == pytest.approx(expected(model, text)[0][begin:], abs=1e-4)
 
 
-def test_what_cannot_be_scored_stops_no_other_text(tiny):
+def test_a_text_that_cannot_be_scored_does_not_stop_the_others(tiny):
     model = tiny("opt")
     texts = [[5], [1, 2, 3], [], [7, 400], "no tokenizer", list(range(90)) * 2]
     outputs = score(model, texts)
     too_long = "the text has 180 tokens, more than the model's 128 positions"
-    says = ["none behind the first 1", None, "empty", "the vocabulary", "no tokenizer", too_long]
+    says = ["none to score after the first 1", None, "empty", "the vocabulary", "no tokenizer", too_long]
     for output, expects in zip(outputs, says, strict=True):
         assert (output.error is None) if expects is None else (expects in output.error)
     assert len(outputs[1].token_logprobs) == 2

@@ -1,4 +1,4 @@
-"""A session gives what the oracle gives, wherever its caches live, and far past the model's positions."""
+"""A session matches the oracle, wherever its caches are, and far past the model's positions."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from h2o_flexgen.errors import PlanError
 from h2o_flexgen.kv_cache import RULES
 from h2o_flexgen.machine import memory
 
-pytest_plugins = ["cli_tools"]
+pytest_plugins = ["command_tools"]
 
-#: of every kind of RoPE, of attention groups and of families that rotate, but for RoPE by the length of the text
+#: every kind of RoPE, of attention groups and of families with RoPE, except RoPE that depends on the text's length
 MODELS = [name for name in zoo.CONFIGS if zoo.FAMILY[name] != "opt" and name not in zoo.BY_LENGTH]
 RAM = dict(gpu_batch_size=4)
 DISK = dict(percent=(0, 0, 0, 0, 0, 0), gpu_batch_size=1)
@@ -30,8 +30,9 @@ POLICIES = {
     "thirds": dict(percent=(33, 33, 33, 33, 33, 33), gpu_batch_size=2),
     "no overlap": dict(percent=(0, 0, 0, 50, 0, 0), gpu_batch_size=3, overlap=False),
 }
-HEAVY, RECENT = 5, 6
-#: (tokens that are read, tokens that are generated) of each turn: more than the 128 positions that models have
+HEAVY = 5
+RECENT = 6
+#: (tokens read, tokens generated) of each turn: more in all than the models' 128 positions
 TURNS = [(30, 5), (1, 6), (70, 3), (7, 9), (17, 4)]
 GREEDY = SamplingParams(max_tokens=8, ignore_eos=True)
 
@@ -46,11 +47,12 @@ def greedy(count: int) -> SamplingParams:
 
 
 class Expected:
-    """What the oracle makes of turns, read in chunks: `texts`, `outputs` and the `logprobs` of the last text, which is
-    only read."""
+    """The oracle's turns, read in chunks: `texts`, `outputs` and the `logprobs` of the last text, which is only
+    read."""
 
     def __init__(self, model, chunk: int, seed: int, rule: str = "smoothed", rolling: bool = True, turns=TURNS):
-        stream, waiting = StreamOracle(model.oracle, HEAVY, RECENT, rule, rolling), []
+        stream = StreamOracle(model.oracle, HEAVY, RECENT, rule, rolling)
+        waiting = []
         self.texts = model.prompts([n for n, _ in turns] + [40], seed)
         self.outputs = []
         for text, (_, count) in zip(self.texts, turns):
@@ -58,14 +60,18 @@ class Expected:
             self.outputs.append(stream.generate(count))
             waiting = self.outputs[-1][-1:]
         stream.feed(waiting + self.texts[-1][:-1], chunk)
-        stream._score(stream.logits, self.texts[-1][-1])
+        stream.score(self.texts[-1][-1])
         self.logprobs = stream.logprobs[-40:]
         self.is_clear = stream.margin > 2e-3 and stream.slack > 1e-5
 
     @classmethod
     def clear(cls, model, chunk: int, seed: int = 0, **more) -> Expected:
-        """Of a text in which rounding decides nothing."""
-        return next(e for n in range(100) if (e := cls(model, chunk, 1000 * seed + n, **more)).is_clear)
+        """Those of the first texts in which no choice of a token, to generate or to evict, is a close call."""
+        for n in range(100):
+            expected = cls(model, chunk, 1000 * seed + n, **more)
+            if expected.is_clear:
+                return expected
+        raise AssertionError(f"{model.name}: each of 100 texts has two logits or two ranks that rounding could swap")
 
 
 def turns_of(session, expected: Expected, turns=TURNS) -> None:
@@ -85,7 +91,7 @@ def test_every_model_gives_what_the_oracle_gives(tiny, n, name):
 
 @pytest.mark.parametrize("n, chunk", [*enumerate([1, 2, 5, 11, 12, 64])])
 def test_chunks_of_any_size(tiny, n, chunk):
-    """Models take turns."""
+    """Each with another model."""
     model = tiny(["gpt_neox", "llama_groups_of_3_wide_heads_linear"][n % 2])
     expected = Expected.clear(model, chunk)
     with opened(model) as llm, llm.session(chunk=chunk) as session:
@@ -93,7 +99,7 @@ def test_chunks_of_any_size(tiny, n, chunk):
 
 
 def rules() -> list[str]:
-    """Every rule that a session takes, with options that matter with so few slots."""
+    """Every rule that a session accepts, with options that matter with few slots."""
     found = {name: name for name, rule in RULES.items() if rule.growth == "fixed"}
     found |= {"vatp": "vatp:first=2", "decayed": "decayed:decay=0.8", "sinks": "sinks:first=2"}
     return [*found.values(), "h2o:first=1:last=3"]
@@ -117,7 +123,8 @@ def test_a_rule_that_keeps_all_that_is_generated_is_refused(tiny):
 
 @pytest.mark.parametrize("name", ["opt", "llama", "gpt_neox"])
 def test_positions_may_stay_as_they_are(tiny, name):
-    model, turns = tiny(name), [(30, 5), (1, 9), (20, 3)]
+    model = tiny(name)
+    turns = [(30, 5), (1, 9), (20, 3)]
     expected = Expected.clear(model, 8, rolling=False, turns=turns)
     for policy in (RAM, DISK):
         with opened(model, **policy) as llm, llm.session(chunk=8, position_rolling=False) as session:
@@ -128,8 +135,9 @@ def test_positions_may_stay_as_they_are(tiny, name):
 
 
 def test_a_stream_goes_far_past_the_positions(tiny):
-    """Five times as far; then it still gives what the oracle gives."""
-    model, turns = tiny("qwen3"), [(100, 20)] * 5 + [(3, 9)]
+    """Five times as far, where it still matches the oracle."""
+    model = tiny("qwen3")
+    turns = [(100, 20)] * 5 + [(3, 9)]
     expected = Expected.clear(model, 32, turns=turns)
     with opened(model) as llm, llm.session(chunk=32) as session:
         turns_of(session, expected, turns)
@@ -143,7 +151,7 @@ def streams(tiny):
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 def test_streams_of_one_block_give_what_each_gives_alone(tiny, streams, policy):
-    """With other lengths, in other turns; one that has nothing to do stays as it is."""
+    """With other lengths, in other turns; an idle stream does not change."""
     model = tiny("llama")
     begins = [0, 2, 0, 1]  # the turn of the block in which a stream has its first one
     with opened(model, **policy) as llm, llm.session(count=4, chunk=12) as session:
@@ -177,7 +185,7 @@ def test_sampled_texts_do_not_depend_on_how_they_are_cut_or_placed(tiny):
 
 
 def test_a_prompt_that_fits_is_what_generate_makes_of_it(tiny):
-    """With a cache that holds all of it, and no position that rolls."""
+    """With a cache that holds all of it, and positions that do not roll."""
     model = tiny("llama")
     (prompt,) = model.clear_cut_prompts([40], 20)
     with LLM(str(model.folder), Policy(), device="cpu", dtype="float32", progress=False) as llm:
@@ -189,7 +197,7 @@ def test_a_prompt_that_fits_is_what_generate_makes_of_it(tiny):
 
 
 def test_generate_rolls_too(tiny):
-    """A job's prompt in one chunk, and then step by step."""
+    """The prompt of a job in one chunk, and then step by step."""
     model = tiny("gpt_neox")
     expected = Expected.clear(model, 100, turns=[(40, 30)])
     budget = KVBudget(hh_size=HEAVY, recent_size=RECENT, position_rolling=True)
@@ -201,12 +209,13 @@ def test_generate_rolls_too(tiny):
 
 
 def test_memory_stays_flat(tiny):
-    """Over as many tokens again and again; what is cached lives outside Python's heap, and is counted."""
+    """Over the same number of tokens again and again, including caches, which are outside Python's heap."""
     model = tiny("llama")
     (text,) = model.prompts([1000])
     with opened(model, **DISK) as llm, llm.session(chunk=64) as session:
         session.feed(text)
-        disk, before = llm.runner.transport.disk_bytes(), memory.resident()
+        disk = llm.runner.transport.disk_bytes()
+        before = memory.resident()
         for _ in range(5):
             session.feed(text)
         assert llm.runner.transport.disk_bytes() == disk > 0
@@ -218,8 +227,9 @@ def test_memory_stays_flat(tiny):
 
 @pytest.fixture
 def read(monkeypatch) -> list[int]:
-    """The tokens that streams have been fed in prompts."""
-    tokens, run = [], Streams._run
+    """The prompt tokens that streams have been fed."""
+    tokens = []
+    run = Streams._run
 
     def noted(self, prompts, *args):
         for prompt in prompts.values():
@@ -230,15 +240,15 @@ def read(monkeypatch) -> list[int]:
     return tokens
 
 
-def test_chat_reads_of_the_template_only_what_is_new(talker, read):
-    """The end of the answer before, the question, and what leads to the next answer: here nothing."""
+def test_chat_reads_only_the_new_part_of_a_conversation(talker, read):
+    """The end of the previous answer, the question, and the beginning of the next answer, which is empty here."""
     pieces = []
     tell = lambda stream, piece: pieces.append((stream, piece))
     with LLM(str(talker), Policy(), device="cpu", dtype="float32", progress=False) as llm, llm.session() as session:
         for n, question in enumerate(["What is a list?", "And a\ntuple?", "Why?"]):
             answer = session.chat(question, greedy(6), tell)
             assert "".join(piece for _, piece in pieces) == answer and pieces[0][0] == 0
-            # from the second question on the last token of the answer waits before it
+            # from the second question on, the last token of the answer comes first
             assert llm.tokenizer.decode(read[1:] if n else read) == ("\n" if n else "") + f"user: {question}\n"
             read.clear()
             pieces.clear()
@@ -253,8 +263,9 @@ def demo(demo_home):
 
 
 def test_the_demo_model_chats(demo, read):
-    """Its answers end as its template ends them, so that tokens are compared."""
-    questions, messages = ["What is the capital of France?", "And of Spain?"], []
+    """Its answers end as in its template, so that tokens can be compared."""
+    questions = ["What is the capital of France?", "And of Spain?"]
+    messages = []
     with demo.session() as session:
         for question in questions:
             answer = session.chat(question, SamplingParams(max_tokens=40))
@@ -279,19 +290,19 @@ def test_conversations_side_by_side(demo):
         assert [answers[stream] for answers in found if answers[stream] is not None] == alone
 
 
-# what goes wrong
+# errors
 
 
 @pytest.mark.parametrize(
     "name, options, message",
     [
         ("opt", {}, "needs RoPE: opt's positions are in its embeddings"),
-        ("llama_groups_of_8_dynamic", {}, "dynamic turns tokens by the length of the text"),
-        ("llama_longrope", {}, "longrope turns tokens by the length of the text"),
+        ("llama_groups_of_8_dynamic", {}, "dynamic depends on the length of the text"),
+        ("llama_longrope", {}, "longrope depends on the length of the text"),
         ("llama", dict(count=0), "`count` must be a whole number"),
         ("llama", dict(chunk=2.5), "`chunk` must be a whole number"),
         ("llama", dict(kv_budget=KVBudget.from_ratio(0.2)), "is in slots"),
-        ("llama", dict(kv_budget=KVBudget.from_size(8, rule="mean:layers=LAYERS")), "a stream has not"),
+        ("llama", dict(kv_budget=KVBudget.from_size(8, rule="mean:layers=LAYERS")), "which a stream lacks"),
         ("llama", dict(kv_budget=KVBudget.from_size(64)), "128 slots leave no room for new tokens in the model's 128"),
     ],
 )
@@ -342,7 +353,7 @@ def test_bad_input_changes_nothing(tiny, call, message):
             assert (other.feed(text[:20]), other.feed(text[20:])) == (before, after)
 
 
-def test_several_streams_want_a_list_with_something_for_each(tiny):
+def test_several_streams_need_a_list_with_an_entry_for_each(tiny):
     with opened(tiny("llama")) as llm, llm.session(count=2) as session:
         for given in ([[5]], [5, 6, 7], "text", None):
             with pytest.raises(UserError, match="2 streams: give a list"):
@@ -360,7 +371,8 @@ def test_a_session_that_has_ended_says_why(tiny):
         llm.generate([[5, 6]], GREEDY)
         with pytest.raises(UserError, match="has ended .another job of its model began.: begin a new one"):
             session.feed([5])
-        first, second = llm.session(), llm.session()
+        first = llm.session()
+        second = llm.session()
         with pytest.raises(UserError, match="has ended .the next session of its model began"):
             first.feed([5])
         first.close()

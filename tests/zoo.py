@@ -1,23 +1,32 @@
-"""Tiny models with random weights that make the tokens vary, and prompts whose reference is not a close call.
+"""Tiny models with random weights that make the tokens vary, and prompts for which rounding errors decide nothing.
 
-A new family takes an entry in VARIANTS, the plainest one first; if its config or its blocks are not LLaMA's, one in
-BASE or in oracle.ORACLES too.
+A new family takes an entry in VARIANTS, and one in BASE or in oracle.ORACLES if its config or its blocks are not
+LLaMA's. Its first variant is the plainest; its head size is a multiple of 4, which a cache in 4 bits needs. At least
+one variant is tied.
 """
 
 from __future__ import annotations
 
 import copy
+import hashlib
+import pickle
 import random
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import islice
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 import torch
 from oracle import Trace, fresh_rotary, oracle_of
 
-#: the least that must lie between the best and the second best logit, and between a score that stays and one that
-#: goes, for fp32 sums in another order to give the same tokens
-MARGIN, SLACK = 2e-3, 1e-5
-#: the most by which transformers' own logarithms of probabilities in fp32, token by token, may be off
+#: lower bounds of the difference between the best two logits, and between a rank that stays and one that goes, so that
+#: fp32 sums in any order give the same tokens
+MARGIN = 2e-3
+SLACK = 1e-5
+#: upper bound of the errors of transformers' own log-probabilities in fp32
 NOISE = 2e-5
 
 LLAMA = dict(
@@ -55,7 +64,7 @@ BASE = {
     ),
 }
 LINEAR = dict(rope_theta=5e3, rope_scaling={"type": "linear", "factor": 2.5})
-#: texts are longer than these 16 positions
+#: texts are longer than 16 positions
 DYNAMIC = dict(max_position_embeddings=16, rope_scaling={"rope_type": "dynamic", "factor": 4.0})
 LLAMA3 = dict(
     rope_parameters={
@@ -78,7 +87,7 @@ LONGROPE = dict(
 )
 THREE = dict(num_attention_heads=6, num_key_value_heads=2)
 EIGHT = dict(num_attention_heads=8, num_key_value_heads=1, hidden_size=32)
-#: model_type -> {variant: what its config has otherwise}; the first one of a family runs under many policies
+#: model_type -> {variant: changes to its config}; the first variant of a family runs in the most tests
 VARIANTS = {
     "opt": {
         "opt": dict(num_hidden_layers=3),
@@ -145,10 +154,14 @@ VARIANTS = {
 }
 FAMILY = {name: model_type for model_type, variants in VARIANTS.items() for name in variants}
 CONFIGS = {name: {**BASE.get(FAMILY[name], LLAMA), **VARIANTS[FAMILY[name]][name]} for name in FAMILY}
-#: those whose RoPE turns a token by the length of the text
+#: those whose RoPE angles depend on the length of the text
 BY_LENGTH = [name for name in CONFIGS if "dynamic" in name or "longrope" in name]
 #: family -> its first variant
 FIRST = {model_type: next(iter(variants)) for model_type, variants in VARIANTS.items()}
+
+
+#: where the processes of a test run share what they have computed; None if there is only one
+SHARED: Path | None = None
 
 
 @dataclass
@@ -158,11 +171,34 @@ class Tiny:
     name: str
     hf: object
     folder: Path
-    _references: dict = field(default_factory=dict)
-    _texts: dict = field(default_factory=dict)
+    _answers: dict = field(default_factory=dict)
 
     def __post_init__(self):
         self.oracle = oracle_of(self.hf)
+
+    def _once(self, key: tuple, compute: Callable):
+        """The result of `compute`, which is called once for each model and key in a test run."""
+        if key not in self._answers:
+            self._answers[key] = compute() if SHARED is None else self._shared(key, compute)
+        return self._answers[key]
+
+    def _shared(self, key: tuple, compute: Callable):
+        path = SHARED / hashlib.sha256(f"{self._digest} {key}".encode()).hexdigest()
+        if path.exists():
+            return pickle.loads(path.read_bytes())
+        found = compute()
+        with NamedTemporaryFile(dir=SHARED, delete=False) as file:
+            pickle.dump(found, file)
+        Path(file.name).rename(path)
+        return found
+
+    @cached_property
+    def _digest(self) -> str:
+        """Of weights and config."""
+        found = hashlib.sha256(self.hf.config.to_json_string().encode())
+        for name, tensor in self.hf.state_dict().items():
+            found.update(name.encode() + tensor.numpy().tobytes())
+        return found.hexdigest()
 
     @property
     def vocab_size(self) -> int:
@@ -170,15 +206,14 @@ class Tiny:
 
     def prompts(self, lengths, seed: int = 0) -> list[list[int]]:
         rng = random.Random(f"{self.name} {seed}")
-        return [[rng.randrange(self.vocab_size) for _ in range(n)] for n in lengths]
+        tokens = iter(lambda: rng.randrange(self.vocab_size), None)
+        return [list(islice(tokens, n)) for n in lengths]
 
     def reference(
         self, prompt: list[int], max_tokens: int, heavy=None, recent=None, rule="smoothed", cache=None
     ) -> Trace:
         key = (tuple(prompt), max_tokens, heavy, recent, rule, cache)
-        if key not in self._references:
-            self._references[key] = self.oracle.generate(prompt, max_tokens, heavy, recent, rule, cache)
-        return self._references[key]
+        return self._once(key, lambda: self.oracle.generate(prompt, max_tokens, heavy, recent, rule, cache))
 
     def references(self, prompts, max_tokens: int, *budget) -> list[Trace]:
         return [self.reference(p, max_tokens, *budget) for p in prompts]
@@ -186,54 +221,66 @@ class Tiny:
     def clear_cut_prompts(
         self, lengths, max_tokens: int, budgets=((None, None),), behind: tuple[int, ...] = ()
     ) -> list[list[int]]:
-        """Prompts of these lengths for which no decision of the reference is a close call, under any of the
-        budgets (heavy, recent), (heavy, recent, rule) or (heavy, recent, rule, format of the cache); all begin with the
-        tokens `behind` which they stand, which are not counted."""
+        """Prompts of these lengths for which rounding errors decide nothing under any of the budgets (heavy, recent),
+        (heavy, recent, rule) or (heavy, recent, rule, format of the cache). The tokens `behind`, which do not count,
+        are the beginning of each."""
         return [self._clear_cut(n, place, max_tokens, budgets, behind) for place, n in enumerate(lengths)]
 
     def _clear_cut(self, length: int, place: int, max_tokens: int, budgets, behind: tuple[int, ...]) -> list[int]:
+        problems = Counter()
         for seed in range(100):
             (prompt,) = self.prompts([length], seed=1000 * place + seed)
             prompt = [*behind, *prompt]
-            clear = all(self._is_clear(self.reference(prompt, max_tokens, *budget)) for budget in budgets)
-            if clear and self._noise(prompt, max_tokens) < NOISE:
+            problem = self._problem(prompt, max_tokens, budgets)
+            if problem is None:
                 return prompt
-        raise AssertionError(f"{self.name}: no clear-cut prompt of {length} tokens")
+            problems[problem] += 1
+        raise AssertionError(f"{self.name}: no clear-cut prompt of {length} tokens among 100: {dict(problems)}")
 
-    def _is_clear(self, trace: Trace) -> bool:
-        varied = len(set(trace.tokens)) > min(3, len(trace.tokens) // 4)
-        return varied and trace.margin > MARGIN and trace.slack > SLACK and trace.rounding > 1
+    def _problem(self, prompt: list[int], max_tokens: int, budgets) -> str | None:
+        """Why a prompt does not serve as a test."""
+        for budget in budgets:
+            trace = self.reference(prompt, max_tokens, *budget)
+            if len(set(trace.tokens)) <= min(3, len(trace.tokens) // 4):
+                return "the same tokens are repeated"
+            if trace.margin <= MARGIN:
+                return f"two logits differ by less than {MARGIN}"
+            if trace.slack <= SLACK:
+                return f"two ranks of {budget} differ by less than {SLACK} (see `unit` of the rule's oracle)"
+            if trace.rounding <= 1:
+                return "a number in the cache is between two codes"
+        return None if self._noise(prompt, max_tokens) < NOISE else f"errors in fp32 grow to {NOISE}"
 
     def _noise(self, prompt: list[int], max_tokens: int) -> float:
-        """How far from the reference, in fp64, the same sums in fp32 come: some tokens magnify every rounding."""
-        trace, (tokens, logprobs) = self.reference(prompt, max_tokens), self.transformers(prompt, max_tokens)
+        """The error of transformers in fp32 against the reference in fp64: some tokens magnify every rounding."""
+        trace = self.reference(prompt, max_tokens)
+        tokens, logprobs = self.transformers(prompt, max_tokens)
         assert tokens == trace.tokens, f"{self.name}: the oracle is not transformers for the prompt {prompt}"
         return max(abs(a - b) for a, b in zip(logprobs, trace.logprobs))
 
     def transformers(self, prompt: list[int], max_tokens: int) -> tuple[list[int], list[float]]:
-        """Tokens that transformers generates greedily in fp32, and the logarithms of their probabilities."""
-        key = (tuple(prompt), max_tokens)
-        if key not in self._texts:
-            self.hf.base_model.rotary_emb = fresh_rotary(self.hf)
-            with torch.inference_mode():
-                out = self.hf.generate(
-                    torch.tensor([prompt]),
-                    attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-                    max_new_tokens=max_tokens,
-                    do_sample=False,
-                    eos_token_id=None,
-                    pad_token_id=1,
-                    output_logits=True,
-                    return_dict_in_generate=True,
-                )
-            tokens = out.sequences[0, len(prompt) :].tolist()
-            logprobs = [float(row[0].log_softmax(-1)[token]) for row, token in zip(out.logits, tokens)]
-            self._texts[key] = tokens, logprobs
-        return self._texts[key]
+        """Tokens that transformers generates greedily in fp32, and their log-probabilities."""
+        return self._once((tuple(prompt), max_tokens), lambda: self._transformers(prompt, max_tokens))
+
+    def _transformers(self, prompt: list[int], max_tokens: int) -> tuple[list[int], list[float]]:
+        self.hf.base_model.rotary_emb = fresh_rotary(self.hf)
+        with torch.inference_mode():
+            out = self.hf.generate(
+                torch.tensor([prompt]),
+                attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+                max_new_tokens=max_tokens,
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=1,
+                output_logits=True,
+                return_dict_in_generate=True,
+            )
+        tokens = out.sequences[0, len(prompt) :].tolist()
+        return tokens, [float(row[0].log_softmax(-1)[token]) for row, token in zip(out.logits, tokens)]
 
 
 def build(name: str, folder: Path, seed: int = 0, **changes) -> Tiny:
-    """Make the model `name` of CONFIGS, with `changes` to its configuration, and save it."""
+    """Make the model `name` of CONFIGS, with `changes` to its config, and save it."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(FAMILY[name], **copy.deepcopy({**CONFIGS[name], **changes}))

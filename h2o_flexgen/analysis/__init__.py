@@ -1,2 +1,2 @@
-"""What the H2O paper says of attention (arXiv 2306.14048, section 3 and appendix), measured on any model and text: one
-subject a file. `study.py` runs them all, `plot.py` draws what it finds."""
+"""The H2O paper's observations on attention (arXiv 2306.14048, section 3 and appendix), for any model and text: one
+subject per file. `study.py` runs them all, `plot.py` plots the results."""

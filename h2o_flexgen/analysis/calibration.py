@@ -1,18 +1,18 @@
-"""How many slots each layer needs: some layers look back far, others hardly behind the recent tokens.
+"""How many slots each layer needs: some layers look far back, others hardly beyond the recent tokens.
 
-A text is cut into a prompt and what follows it. In one layer at a time attention behind the prompt sees only those of
-its tokens that a rule would keep, and the loss is measured: how far the probabilities of the next tokens come from
-those with full attention (Kullback-Leibler divergence). `kv_cache.layers` shares the slots of all layers out so that
-the sum of these losses is the least. That layers need different budgets is the idea of PyramidKV (arXiv 2406.02069),
-which gives the lower ones more; here it is measured.
+A text is split into a prompt and a continuation. In one layer at a time the continuation attends only to those prompt
+tokens that a rule would keep, and the loss is the Kullback-Leibler divergence of the next-token probabilities from
+those with full attention. `kv_cache.layers` distributes the slots over the layers so that the sum of these losses is
+smallest. That layers need different budgets is the idea of PyramidKV (arXiv 2406.02069), which gives the lower ones
+more; here it is measured.
 
-All is done in one sweep over the layers. A few queries behind the prompt go on from each layer in as many variants as
-there are budgets, so that each layer's weights are needed once:
+One sweep over the layers does it all. From each layer on, a few queries behind the prompt continue in one more variant
+per budget, so that each layer's weights are needed once:
 
     layer 0      all tokens    the queries, by the budgets of layer 0
     layer 1      all tokens    the queries, by the budgets of layer 0, and of layer 1
     ...
-    head                       all variants, each against the queries with full attention
+    head                       all variants, each compared with the queries under full attention
 
 Shapes: B texts of N tokens, H query heads, KV heads, D elements of a head, Q queries of a text, V variants of them.
 """
@@ -35,21 +35,21 @@ from h2o_flexgen.models.spec import ModelSpec
 from h2o_flexgen.policy import KVBudget
 from h2o_flexgen.utils.progress import bar
 
-#: budgets whose loss is measured, as parts of the text
+#: budgets whose loss is measured, as fractions of the text
 GRID = (0.025, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5)
-#: parts of the text that serve as its prompt
+#: lengths of the prompts, as fractions of the text
 PROMPTS = (0.5, 0.75)
-#: distance of the queries behind a prompt, and their number
+#: distance between the queries behind a prompt, and their number
 EVERY = 16
 QUERIES = 15
 #: variants that go through a layer at once
 VARIANTS = 16
-#: tokens of the shortest text
+#: tokens of the shortest text that can be used
 LEAST = 64
 
 
 def check(length: int, rule: str) -> None:
-    """Raises UserError for texts that are too short, and a rule that cannot be used."""
+    """Raises UserError if the texts are too short, or the rule has slots by layer already."""
     if length < LEAST:
         raise UserError(f"a window must have {LEAST} tokens or more, not {length}")
     if layer_losses(rule):
@@ -62,21 +62,21 @@ class Probe:
 
     Attributes:
         at: (Q,) their positions.
-        hidden: (V, B, Q, E) hidden states of each variant, the first one with full attention everywhere.
+        hidden: (V, B, Q, E) hidden states of each variant; the first has full attention in every layer.
     """
 
     model: LayerModel
     prompt: int
     rules: list[BudgetRule]
-    hidden: Tensor  # at first (B, N, E) of all tokens, behind the embedding
+    hidden: Tensor  # given as (B, N, E), of all tokens behind the embedding
 
     def __post_init__(self):
         self.at = torch.arange(self.prompt, min(self.hidden.shape[1], self.prompt + EVERY * QUERIES), EVERY)
         self.hidden = self.hidden[None, :, self.at]
 
     def step(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """Take all variants, and one more for each rule, through a layer; q (B, H, N, D), k and v (B, KV, N, D) of all
-        tokens with full attention."""
+        """Take all variants, and one more for each rule, through a layer. q (B, H, N, D), k and v (B, KV, N, D): of all
+        tokens under full attention."""
         end = int(self.at[-1]) + 1
         k = k[:, :, :end]
         v = v[:, :, :end]
@@ -90,11 +90,11 @@ class Probe:
         self.hidden = torch.cat(parts)
 
     def _kept(self, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-        """(B, KV, N) bool for each rule: which tokens of the prompt it keeps."""
+        """(B, KV, N) bool for each rule: the prompt tokens that it keeps."""
         q, k, v = (x[:, :, : self.prompt] for x in (q, k, v))
         position = torch.arange(self.prompt, dtype=torch.int32, device=k.device)
         n = torch.full((len(k), 1, 1), self.prompt, dtype=torch.int32, device=k.device)
-        weights = self.rules[0].weights_of(position.expand(len(k), -1), n[:, 0] - 1)  # the same for any slots
+        weights = self.rules[0].weights_of(position.expand(len(k), -1), n[:, 0] - 1)  # the same for any number of slots
         _, score = causal_attention_with_scores(q, k, v, weights)
         position = position.expand(score.shape)
         found = []
@@ -112,7 +112,7 @@ class Probe:
         return found.view(B, V, Q, E).transpose(0, 1)
 
     def losses(self) -> Tensor:
-        """(V - 1,): what each variant loses."""
+        """(V - 1,) divergence of each variant from full attention."""
         full = self.model.log_softmax(self.hidden[0].flatten(0, 1))
         p = full.exp()
         variants = (self.model.log_softmax(each.flatten(0, 1)) for each in self.hidden[1:])
@@ -121,7 +121,7 @@ class Probe:
 
 @dataclass
 class Behind:
-    """Attention of V * Q queries to themselves and to those tokens k, v (B, KV, N, D) before them that are `seen`
+    """Attention of V * Q queries, each to itself and to those earlier tokens k, v (B, KV, N, D) that it has `seen`
     (B, KV, Q, N)."""
 
     k: Tensor
@@ -142,7 +142,7 @@ class Behind:
 
 
 class Watched:
-    """Full attention, which keeps the queries, keys and values that it has `seen`."""
+    """Full attention that remembers its queries, keys and values as `seen`."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self.seen = q, k, v
@@ -151,13 +151,13 @@ class Watched:
 
 @torch.inference_mode()
 def measure(model: LayerModel, ids: Tensor, rule: str, progress: bool = True) -> LayerLosses:
-    """The loss of each layer with each budget, on average over texts `ids` (B, N) and PROMPTS.
+    """The loss of each layer under each budget, averaged over texts `ids` (B, N) and PROMPTS.
 
     Args:
-        rule: name and options of the rule that keeps tokens, half of them as recent ones.
+        rule: name and options of the rule; half of the slots are for recent tokens.
 
     Raises:
-        UserError: most budgets are too small for what the rule protects.
+        UserError: most budgets are too small for the tokens that the rule protects.
     """
     N = ids.shape[1]
     spec = model.spec
@@ -177,7 +177,7 @@ def measure(model: LayerModel, ids: Tensor, rule: str, progress: bool = True) ->
 
 
 def rules_of(text: str, length: int, spec: ModelSpec) -> dict[float, BudgetRule]:
-    """The rule with the slots of each budget of GRID, where they suffice for what it protects."""
+    """The rule with the slots of each budget of GRID that has room for the tokens it protects."""
     found = {}
     for part in GRID:
         slots = int(part * length)

@@ -1,6 +1,6 @@
-"""What a rule would keep that knows the future, and who the heavy hitters of a prompt are (H2O paper, section 3.2).
+"""The tokens that a rule would keep if it knew the future, and the heavy hitters of a prompt (H2O paper, section 3.2).
 
-Shapes: KV heads, N tokens, of which P are prompt and M = N - P follow.
+Shapes: KV heads, N tokens, the first P are the prompt, M = N - P follow.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ from torch import Tensor
 
 
 def kept_with_future(received: Tensor, prompt_len: int, heavy: int, recent: int) -> Tensor:
-    """Who has a slot under the rule that sees the whole text: the last `recent` tokens, and of the others the `heavy`
-    ones with the most attention in all.
+    """The tokens kept by a rule that sees the whole text: the last `recent` tokens, and of the others the `heavy` ones
+    that receive most attention in total.
 
     Args:
-        received: (..., N) attention that each token receives from all queries of the text, those to come too.
+        received: (..., N) attention that each token receives from all queries of the text, later ones included.
 
     Returns:
         (..., M, N) bool, as `Run.kept`.
     """
     N = received.shape[-1]
-    newest = torch.arange(prompt_len - 1, N - 1)[:, None]  # before the first of the M tokens comes, and so on
+    newest = torch.arange(prompt_len - 1, N - 1)[:, None]  # just before each of the M tokens
     position = torch.arange(N)
     window = (position > newest - recent) & (position <= newest)
     old = position <= newest - recent
@@ -30,11 +30,14 @@ def kept_with_future(received: Tensor, prompt_len: int, heavy: int, recent: int)
 
 
 def overlaps(kept: Tensor, future: Tensor, recent: list[int]) -> tuple[Tensor, Tensor, float]:
-    """How many of the kept tokens (L, ..., M, N) are those that the rule with the future keeps; `recent` of each layer.
+    """The fraction of the tokens kept with the `future` known (L, ..., M, N) that are `kept` (L, ..., M, N) without.
+
+    Args:
+        recent: tokens of the recent window, by layer.
 
     Returns:
-        Per layer (L,): of all slots; and of those behind the recent window, where the two may differ. And the share of
-        the latter that would be the same by chance.
+        By layer (L,) of all slots, by layer of the slots before the recent window, where the two may differ, and the
+        value of the latter that chance would give.
     """
     M, N = kept.shape[-2:]
     newest = torch.arange(N - M - 1, N - 1)[:, None]
@@ -49,12 +52,12 @@ def overlaps(kept: Tensor, future: Tensor, recent: list[int]) -> tuple[Tensor, T
 
 
 def heaviest(received: Tensor, count: int) -> Tensor:
-    """(..., N) bool: the `count` tokens that received (..., N) most."""
+    """(..., N) bool: the `count` tokens with the largest `received` (..., N)."""
     return torch.zeros_like(received, dtype=torch.bool).scatter_(-1, received.topk(count, -1).indices, True)
 
 
 def random_others(chosen: Tensor, prompt_len: int, rng: torch.Generator) -> Tensor:
-    """As many tokens of the prompt as are `chosen` (..., N), none of which is."""
+    """Prompt tokens drawn at random, as many as are `chosen` (..., N), but none of them."""
     draw = torch.rand(chosen.shape, generator=rng).masked_fill_(chosen, -1.0)
     draw[..., prompt_len:] = -1.0
     return heaviest(draw, int(chosen[(0,) * (chosen.dim() - 1)].sum()))

@@ -1,4 +1,4 @@
-"""A model whose attention is the caller's, layer by layer."""
+"""A model that runs layer by layer, with attention supplied by the caller."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from h2o_flexgen.engine.model import LoadedModel
 from h2o_flexgen.engine.sampling import score_rows
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.machine import memory
-from h2o_flexgen.machine.device import Device
+from h2o_flexgen.machine.device import open_device
 from h2o_flexgen.models.registry import family
 from h2o_flexgen.models.rope import Positions
 from h2o_flexgen.models.spec import ModelSpec
@@ -26,33 +26,34 @@ from h2o_flexgen.utils import interrupts
 
 #: (layer, q (B, H, T, D), k (B, KV, T, D), v (B, KV, T, D)) -> context (B, H, T, D)
 LayerAttend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-#: the same of one layer
+#: the same for one layer
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-#: how many tensors as large as a layer's attention a pass holds at once
+#: tensors as large as a layer's attention that a pass holds at once
 MATRICES = 4
-#: masks of a byte for each step and token that are held at once
+#: masks of one byte per step and token that are held at once
 MASKS = 4
 
 
 def weight_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
-    """Of a model whose weights are all in one type."""
+    """The bytes of a model whose weights are all of one dtype."""
     shapes = {name: shape for layer in family(spec.model_type).tensors(spec) for name, shape in layer.shapes.items()}
     return sum(map(prod, shapes.values())) * dtype.itemsize
 
 
-def fits(spec: ModelSpec, dtype: torch.dtype) -> bool:
-    """Whether half of the RAM that is free holds the weights."""
-    return 2 * weight_bytes(spec, dtype) < memory.ram_available()
+def fits(spec: ModelSpec, dtype: torch.dtype, mem: int | None = None) -> bool:
+    """Whether the weights take less than half of the free RAM, or of `mem` bytes if that is less."""
+    free = memory.ram_available()
+    return 2 * weight_bytes(spec, dtype) < (free if mem is None else min(free, mem))
 
 
 def check_fits(spec: ModelSpec, dtype: torch.dtype, windows: int, prompt_len: int, gen_len: int) -> None:
-    """Raises UserError unless RAM holds the weights, the keys and values of all windows, who is kept at each step, and
+    """Raises UserError unless RAM holds the weights, the keys and values of all windows, the masks of kept tokens, and
     the attention of a pass."""
     length = prompt_len + gen_len
     weights = weight_bytes(spec, dtype)
     places = windows * spec.layers * spec.kv_heads * length
     caches = places * (2 * spec.head_dim * dtype.itemsize + MASKS * gen_len)
-    entries = spec.heads * max(length**2, windows * prompt_len**2)  # of attention: a text's, or all prompts'
+    entries = spec.heads * max(length**2, windows * prompt_len**2)  # of the attention of one text, or of all prompts
     needed = weights + caches + MATRICES * entries * torch.float32.itemsize
     free = int(MARGIN * memory.ram_available())
     if needed > free:
@@ -66,7 +67,7 @@ class LayerModel:
     """Passes over a model on the CPU, with its weights in RAM.
 
     Args:
-        streams: the weights stay on disk, each layer is read when it is needed, until `close`.
+        streams: the weights stay on disk, and each layer is read when it is needed, until `close`.
 
     Raises:
         UserError: weights that cannot be read or are not finite.
@@ -75,23 +76,21 @@ class LayerModel:
     def __init__(self, model: LoadedModel, progress: bool = True, streams: bool = False):
         self.spec = model.spec
         self._family = family(model.spec.model_type)
-        transport = self._transport = Transport(Device("cpu"), default_root(), overlap=False)
+        transport = self._transport = Transport(open_device("cpu"), default_root(), overlap=False)
         try:
             tiers = {name: "disk" if streams else "gpu" for layer in model.layers for name in layer.shapes}
-            gathered = {short: tensor for layer in model.layers for short, tensor in layer.gathered.items()}
-            streamed = [layer.streamed for layer in model.layers]
-            self._weights = WeightStore(transport, model.dtype, streamed, gathered, tiers, model.source, progress)
+            self._weights = WeightStore(transport, model.dtype, model.layers, tiers, model.source, progress)
         finally:
             if not streams:
                 transport.close()
 
     def close(self) -> None:
-        """No layer is read any more."""
+        """Stop reading layers."""
         self._transport.close()
 
     @torch.inference_mode()
     def run(self, ids: Tensor, first: int, attend: LayerAttend) -> Tensor:
-        """Hidden states (B, T, E) behind the last block, of tokens ids (B, T) at the positions from `first` on."""
+        """Hidden states (B, T, E) after the last block, for tokens ids (B, T) at the positions from `first` on."""
         positions = (first + torch.arange(ids.shape[1])).expand(ids.shape)
         hidden = self.embed(ids, positions)
         for layer in range(self.spec.layers):
@@ -105,7 +104,7 @@ class LayerModel:
         return found.unflatten(0, ids.shape)
 
     def block(self, layer: int, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Hidden states (B, T, E) behind a block. `attend`: q (B, H, T, D), k and v (B, KV, T, D) -> (B, H, T, D)."""
+        """Hidden states (B, T, E) after a block. `attend`: q (B, H, T, D), k and v (B, KV, T, D) -> (B, H, T, D)."""
         interrupts.check()
         B, T = positions.shape
 
@@ -117,7 +116,7 @@ class LayerModel:
         return found.unflatten(0, (B, T))
 
     def release(self, layer: int) -> None:
-        """The layer is not needed any more, until it is needed again."""
+        """Free a layer's weights; they are read again when they are needed."""
         self._weights.release(layer + 1)
 
     def log_softmax(self, hidden: Tensor) -> Tensor:
@@ -137,5 +136,5 @@ class LayerModel:
 
 
 def _flat(positions: Tensor) -> Positions:
-    """(B, T) positions, each row's text ending with the last of them."""
+    """Positions (B, T) as one flat row; each text ends at its last position."""
     return Positions(positions.flatten(), (positions.amax(1, keepdim=True) + 1).expand(positions.shape).flatten())

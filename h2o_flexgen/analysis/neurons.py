@@ -9,21 +9,21 @@ from torch import Tensor
 
 from h2o_flexgen.models import parts
 
-#: where the activation function is no ReLU, a neuron is active if its activation is at least this part of the largest
-#: of the token, regardless of sign
+#: unless the activation function is ReLU, a neuron is active if its absolute activation exceeds this fraction of the
+#: token's largest
 THRESHOLD = 0.01
 
 
 @contextmanager
-def watched(tell: Callable[[Tensor], None]) -> Iterator[None]:
-    """Inside, every MLP tells its activations (B, T, inner), with a gate those of the gate. All families take their
+def watched(report: Callable[[Tensor], None]) -> Iterator[None]:
+    """Inside, every MLP reports its activations (B, T, inner), those of the gate if it has one. All families take their
     activation function from `parts.activation`, so that none has to know."""
     plain = parts.activation
 
     def activation(name: str) -> Callable[[Tensor], Tensor]:
         def apply(x: Tensor) -> Tensor:
             x = plain(name)(x)
-            tell(x)
+            report(x)
             return x
 
         return apply
@@ -36,13 +36,13 @@ def watched(tell: Callable[[Tensor], None]) -> Iterator[None]:
 
 
 def active(x: Tensor, is_relu: bool) -> Tensor:
-    """(inner,) int64: for how many tokens of x (B, T, inner) each neuron is active: above 0 with a ReLU, else by
-    THRESHOLD."""
+    """(inner,) int64: the number of tokens of x (B, T, inner) for which each neuron is active: above 0 with a ReLU,
+    else by THRESHOLD."""
     on = x > 0 if is_relu else x.abs() > THRESHOLD * x.abs().amax(-1, keepdim=True)
     return on.flatten(0, -2).sum(0)
 
 
 def carried(frequency: Tensor, part: float) -> float:
-    """The share of all activations that falls to the most active `part` of the neurons (inner,)."""
+    """The share of all activations that the most active `part` of the neurons (inner,) carries."""
     ranked = frequency.sort(descending=True).values
     return float(ranked[: max(1, int(part * len(ranked)))].sum() / ranked.sum())

@@ -1,4 +1,4 @@
-"""The figures as one PNG. Needs matplotlib (the extra `plot`)."""
+"""All results as one PNG. Needs matplotlib (the extra `plot`)."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from textwrap import fill
 
 from h2o_flexgen.errors import UserError
 
-#: of what is told, of what it is compared with, and of single layers from the first to the last
+#: colours of the result, of what it is compared with, and the colour map of the layers from first to last
 OURS = "#d9480f"
 OTHER = "#868e96"
 DEPTH = "Blues"
 
 
 def draw(result: dict, path: str | Path) -> None:
-    """Draw what `study` found.
+    """Plot the result of `study`.
 
     Args:
         result: as `h2o-flexgen analyse --output` writes it.
@@ -41,7 +41,7 @@ def draw(result: dict, path: str | Path) -> None:
 
 
 def title(result: dict) -> str:
-    """What was analysed, in words."""
+    """What was analysed."""
     length = f"{result['windows']} windows of {result['prompt_len']} + {result['gen_len']} tokens"
     budget = "{heavy} heavy + {recent} recent slots".format(**result["kv_budget"])
     return f"{result['model']}, {length} of {result['text']}; {budget}"
@@ -61,7 +61,7 @@ def _sparsity(ax, result: dict) -> None:
 
 
 def _layers(ax, x: list, lines: list[list[float]]) -> None:
-    """A thin line for each layer, darker with depth."""
+    """A thin line for each layer, the deeper the darker."""
     from matplotlib import colormaps
 
     for layer, y in enumerate(lines):
@@ -72,11 +72,10 @@ def _ranks(ax, result: dict) -> None:
     found = result["ranks"]
     _layers(ax, found["rank"], found["share_by_layer"])
     ax.plot(found["rank"], found["share"], color=OURS, linewidth=2, label="all layers")
-    (first, last) = found["fit"]["ranks"]
     exponent = found["fit"]["exponent"]
-    level = found["fit"]["share_at_1"]
-    ends = [level * rank**-exponent for rank in (first, last)]
-    ax.plot((first, last), ends, "--", color="black", linewidth=1, label=f"rank ^ -{exponent:.2f}")
+    ends = found["fit"]["ranks"]
+    shares = [found["fit"]["share_at_1"] * rank**-exponent for rank in ends]
+    ax.plot(ends, shares, "--", color="black", linewidth=1, label=f"rank ^ -{exponent:.2f}")
     ax.set(xscale="log", yscale="log", xlabel="rank of the token", ylabel="share of the attention that it receives")
     ax.set_ylim(bottom=min(found["share"]) / 3)
     ax.set_title("Attention over rank")
@@ -91,7 +90,7 @@ def _words(ax, result: dict) -> None:
     each = {name: correlation["spearman"] for name, correlation in found["correlation"].items()}
     text = f"rank correlation {each['summed']:.2f};\nof an occurrence {each['per_occurrence']:.2f}"
     ax.text(0.03, 0.97, text, transform=ax.transAxes, va="top", fontsize=8)
-    ax.set_title("Attention of a word, and words beside it")
+    ax.set_title("Attention to a word, and its co-occurrences")
 
 
 def _overlap(ax, result: dict) -> None:

@@ -1,6 +1,4 @@
-"""How unevenly tokens receive attention: their accumulated scores over their rank (section 3.2 of the H2O paper, figure
-2).
-"""
+"""How unevenly attention is distributed: accumulated score over rank (section 3.2 of the H2O paper, figure 2)."""
 
 from __future__ import annotations
 
@@ -9,15 +7,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-#: ranks of the fit: from the second on (the first is the beginning of the text, whatever stands there) to this part of
-#: all tokens (the last ones have hardly been seen)
+#: ranks of the fit: from the second on (the first is the beginning of the text, whatever it says) up to this fraction
+#: of the tokens (the last ones have received attention from few queries)
 FIRST_RANK = 2
 LAST_PART = 0.5
 
 
 def curve(received: Tensor) -> Tensor:
-    """(N,) Of the attention that N tokens received (..., N), the share of all that goes to the first, second, ... of
-    each head and text, on average."""
+    """(N,) mean share of attention by rank: of the attention that N tokens `received` (..., N) in a head and text, the
+    share of the first, the second, and so on."""
     ranked = received.sort(-1, descending=True).values
     return (ranked / ranked.sum(-1, keepdim=True)).flatten(0, -2).mean(0)
 
@@ -31,8 +29,7 @@ class PowerLaw(NamedTuple):
 
 
 def fit_power_law(shares: Tensor) -> PowerLaw:
-    """Of shares (N,) by rank: least squares of the logarithms, over FIRST_RANK and those behind it up to LAST_PART of
-    all."""
+    """Least-squares fit of the logarithms of shares (N,) by rank, from FIRST_RANK up to LAST_PART of all ranks."""
     last = max(FIRST_RANK + 1, int(LAST_PART * len(shares)))
     rank = torch.arange(FIRST_RANK, last + 1)
     x = rank.double().log()

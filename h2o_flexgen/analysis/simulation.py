@@ -1,8 +1,7 @@
-"""Eviction by masks: every layer keeps the keys and values of all tokens, and a mask says who has a slot.
+"""Eviction by masks: every layer keeps the keys and values of all tokens, and a mask says which have a slot.
 
-Slow, since nothing is ever dropped, but the whole history can be looked at. The engine, which drops for real, must give
-the same log-probabilities. Shapes: L layers, B windows of N tokens, of which P are prompt and M = N - P follow, KV
-heads.
+Slow, since nothing is dropped, but the whole history can be inspected. The engine, which really drops tokens, must give
+the same log-probabilities. Shapes: L layers, B windows of N tokens (P of prompt, then M = N - P), KV heads.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from h2o_flexgen.utils.progress import bar
 
 @dataclass
 class MaskedCache:
-    """The cache of one layer under a rule: of texts of `length` tokens all that came so far, and who is `kept`
+    """The cache of one layer under a rule, for texts of `length` tokens: all tokens so far, and which are `kept`
     (B, KV, N)."""
 
     rule: FixedRule
@@ -29,7 +28,7 @@ class MaskedCache:
     seen: int = field(init=False, default=0)  # tokens so far
 
     def prefill(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """As `CacheRule.prefill`, of prompts of one length."""
+        """As `CacheRule.prefill`, for prompts of equal length."""
         B, KV, T, _ = k.shape
         self.seen = T
         self.prompt = torch.full((B, 1, 1), T, dtype=torch.int32)
@@ -54,7 +53,7 @@ class MaskedCache:
         return full
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """As `CacheRule.decode`; who must go has gone when it returns."""
+        """As `CacheRule.decode`; the evicted tokens are gone when it returns."""
         at = slice(self.seen, self.seen + 1)
         self.seen += 1
         self.k[:, :, at] = k
@@ -85,11 +84,11 @@ class MaskedCache:
 
 @dataclass
 class Run:
-    """What became of texts under a rule.
+    """The outcome of texts under a rule.
 
     Attributes:
-        logprobs: (B, M) fp32, of the tokens behind the prompt.
-        kept: (L, B, KV, M, N) bool: who is in the cache before the first of the M tokens comes, the second, and so on.
+        logprobs: (B, M) fp32, for the tokens behind the prompt.
+        kept: (L, B, KV, M, N) bool: the tokens in the cache just before each of the M tokens.
     """
 
     logprobs: Tensor
@@ -98,7 +97,7 @@ class Run:
 
 @torch.inference_mode()
 def simulate(model: LayerModel, ids: Tensor, prompt_len: int, rule: FixedRule, progress: bool = False) -> Run:
-    """Teacher-forced decode of texts ids (B, N) behind their prompts, as `LLM.score` does it with a KV budget."""
+    """Teacher-forced decode of texts ids (B, N) behind their prompts, as in `LLM.score` with a KV budget."""
     B, N = ids.shape
     caches = [MaskedCache(rule.in_layer(layer), N) for layer in range(model.spec.layers)]
     kept = torch.zeros(len(caches), B, model.spec.kv_heads, N - prompt_len, N, dtype=torch.bool)
@@ -114,8 +113,8 @@ def simulate(model: LayerModel, ids: Tensor, prompt_len: int, rule: FixedRule, p
 
 @torch.inference_mode()
 def masked_logprobs(model: LayerModel, ids: Tensor, prompt_len: int, seen: Tensor) -> Tensor:
-    """Log-probabilities (M,) of a text ids (N,) behind its prompt, in one pass. Within the prompt attention is full;
-    behind it a token sees itself, and those before it that are `seen` (L, KV, M or 1, N)."""
+    """Log-probabilities (M,) of a text ids (N,) behind its prompt, in one pass. Attention within the prompt is full; a
+    later token sees itself, and those earlier tokens that are `seen` (L, KV, M or 1, N)."""
     N = len(ids)
     causal = torch.ones(N, N, dtype=torch.bool).tril()
 

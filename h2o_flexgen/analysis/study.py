@@ -1,9 +1,10 @@
-"""All figures of a model and some texts, as plain data."""
+"""All results for a model and some texts, as plain data."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import partial
 from statistics import fmean
 
 import torch
@@ -20,20 +21,19 @@ from h2o_flexgen.utils.progress import bar
 
 #: points of a curve that are kept
 POINTS = 25
-#: parts of the neurons whose share of all activations is told
+#: fractions of the neurons whose share of all activations is reported
 PARTS = (0.1, 0.2)
 
 
 @dataclass
 class Observation:
-    """What one pass over a text shows, with full attention. L layers, KV heads, N tokens.
+    """The results of one pass over a text with full attention. L layers, KV heads, N tokens.
 
     Attributes:
-        negligible: (L,) share of attention that is next to nothing.
-        received: (L, KV, N) attention that each token receives from all queries; prompt_received: from those of the
-            prompt.
-        active: (L, inner) for how many tokens each neuron is active.
-        logprobs: (M,) of the tokens behind the prompt.
+        negligible: (L,) share of attention that is negligible.
+        received: (L, KV, N) attention that each token receives from all queries; prompt_received: from the prompt's.
+        active: (L, inner) number of tokens for which each neuron is active.
+        logprobs: (M,) for the tokens behind the prompt.
     """
 
     negligible: Tensor
@@ -45,7 +45,7 @@ class Observation:
 
 @torch.inference_mode()
 def observe(model: LayerModel, ids: Tensor, prompt_len: int) -> Observation:
-    """Of a text ids (N,)."""
+    """One pass over a text ids (N,)."""
     causal = torch.ones(len(ids), len(ids), dtype=torch.bool).tril()
     negligible = []
     received = []
@@ -68,7 +68,7 @@ def observe(model: LayerModel, ids: Tensor, prompt_len: int) -> Observation:
 
 
 def check_rule(rule: FixedRule, prompt_len: int) -> None:
-    """Raises UserError unless the figures can be made of a rule."""
+    """Raises UserError if the prompt is too short for the rule's heavy hitters and as many other tokens."""
     if not 0 < rule.heavy <= prompt_len // 2:
         raise UserError(
             f"the analysis masks the heavy hitters of a prompt, and as many other tokens: {rule.heavy} slots for heavy "
@@ -77,7 +77,7 @@ def check_rule(rule: FixedRule, prompt_len: int) -> None:
 
 
 def study(model: LayerModel, windows: Tensor, prompt_len: int, rule: FixedRule, progress: bool = True) -> dict:
-    """All figures of texts `windows` (B, N), each a prompt of `prompt_len` tokens and what follows it."""
+    """All results for texts `windows` (B, N), each a prompt of `prompt_len` tokens and its continuation."""
     B, N = windows.shape
     shown = bar(list(windows), "passes with full attention", unit="windows", show=progress)
     seen = [observe(model, ids, prompt_len) for ids in shown]
@@ -101,7 +101,7 @@ def study(model: LayerModel, windows: Tensor, prompt_len: int, rule: FixedRule, 
 
 
 def _masked(model, windows, prompt_len, heavy, seen, foreseen, progress) -> dict[str, Tensor]:
-    """Log-probabilities (B, M) where others than a rule choose whom the tokens behind the prompt see."""
+    """Log-probabilities (B, M) where the tokens behind the prompt see what a mask of each kind lets them see."""
     rng = torch.Generator().manual_seed(0)
     found = defaultdict(list)
     for n, ids in enumerate(bar(list(windows), "passes with masks", unit="windows", show=progress)):
@@ -183,5 +183,5 @@ def _neurons(frequency: Tensor, activation: str) -> dict:
         "rank": (picked + 1).tolist(),
         "frequency": ranked[:, picked].mean(0).tolist(),
         "frequency_by_layer": ranked[:, picked].tolist(),
-        "carried": {f"{part:g}": fmean(neurons.carried(layer, part) for layer in frequency) for part in PARTS},
+        "carried": {f"{part:g}": fmean(map(partial(neurons.carried, part=part), frequency)) for part in PARTS},
     }

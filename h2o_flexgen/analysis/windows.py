@@ -1,4 +1,4 @@
-"""A text cut into windows, each a prompt and what follows it."""
+"""A text cut into windows, each a prompt and its continuation."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def read(path: str | None) -> tuple[str, str]:
 
 
 def cut(text: str, tokenizer, count: int, length: int) -> Tensor:
-    """(count, length) token ids: passages at even distances, which do not overlap, each behind what the tokenizer puts
-    before every text.
+    """(count, length) token ids: passages, evenly spaced and without overlap, each behind the tokens that the tokenizer
+    puts before every text.
 
     Raises:
         UserError: no tokenizer, or the text is too short.

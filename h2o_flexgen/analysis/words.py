@@ -1,6 +1,4 @@
-"""Whether words that stand beside many others are those that receive attention (section 3.2 and the appendix of the H2O
-paper).
-"""
+"""Whether words with many neighbours receive more attention (section 3.2 and the appendix of the H2O paper)."""
 
 from __future__ import annotations
 
@@ -9,20 +7,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-#: two tokens co-occur if they stand at most so many places from each other, as GloVe counts (Pennington et al. 2014)
+#: two tokens co-occur if they are at most this many places apart, as in GloVe (Pennington et al. 2014)
 REACH = 10
 
 
 @dataclass
 class Words:
-    """The words of some texts, a token id each.
+    """The words of some texts; a word is a token id.
 
     Attributes:
-        co_occurrences: (W,) how many pairs of places of a text, at most REACH from each other, a word stands in the one
-            of.
-        occurrences: (W,) how often it stands anywhere but at the beginning of a text, which receives attention
-            whatever stands there.
-        score: (W,) the attention that these received, summed.
+        co_occurrences: (W,) number of tokens at most REACH places from an occurrence of the word, over all occurrences.
+        occurrences: (W,) how often the word occurs, not counting the first token of a text, which receives attention
+            whatever it is.
+        score: (W,) sum of the attention that these occurrences received.
     """
 
     co_occurrences: Tensor
@@ -31,7 +28,7 @@ class Words:
 
     @classmethod
     def of(cls, ids: Tensor, received: Tensor) -> Words:
-        """Of texts ids (B, N), whose tokens received so much attention (B, N)."""
+        """From texts ids (B, N), and the attention (B, N) that their tokens `received`."""
         at = torch.arange(ids.shape[1])
         before = at.clamp(max=REACH)
         after = at.flip(0).clamp(max=REACH)
@@ -45,7 +42,7 @@ class Words:
         return cls(summed(neighbours), summed(torch.ones_like(values)), summed(values))
 
     def correlations(self) -> dict[str, dict[str, float]]:
-        """Of co-occurrences with the score, and with the score of an occurrence."""
+        """Correlations of co-occurrences with the score, and with the score per occurrence."""
         scores = {"summed": self.score, "per_occurrence": self.score / self.occurrences}
         return {
             name: {
@@ -57,7 +54,7 @@ class Words:
 
 
 def ranks(values: Tensor) -> Tensor:
-    """(W,) fp64: place of each value in ascending order; equal ones share the mean of theirs."""
+    """(W,) fp64: rank of each value in ascending order; equal values share the mean of their ranks."""
     _, index, counts = values.unique(return_inverse=True, return_counts=True)
     return (counts.cumsum(0).double() - (counts - 1) / 2)[index]
 

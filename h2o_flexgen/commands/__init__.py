@@ -1,1 +1,1 @@
-"""Command lines: one file for each command of `h2o-flexgen`, and what they share."""
+"""The commands of `h2o-flexgen`, one file each, and what they share: options, budget, output and main."""

@@ -1,43 +1,39 @@
-"""Command line: how a model's attention is spread over a text, and what that means for eviction.
-
-h2o-flexgen analyse book.txt --output analysis.json --plot analysis.png
-"""
+"""The command `analyse`: how a model's attention is spread over a text, and what that means for eviction."""
 
 from __future__ import annotations
 
 import argparse
-import sys
 
 from h2o_flexgen.commands import options
+from h2o_flexgen.commands.output import describe_budget, print_text
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.policy import KVBudget
 from h2o_flexgen.utils.files import rounded, to_json, write_text
 
-#: heavy hitters, and as many recent tokens, of a prompt: a fifth of its slots together
+#: heavy hitters, and as many recent tokens, as fractions of the prompt: a fifth of it together
 HH_RATIO = 0.1
 
 
-def make_parser(prog: str = "python -m h2o_flexgen.commands.analyse") -> argparse.ArgumentParser:
-    parser = options.Parser(prog, "Show how a model's attention is spread over a text, as the H2O paper does.")
-    add = parser.add_argument_group("model and text").add_argument
+def make_parser(prog: str) -> options.Parser:
+    what = "Show how a model's attention is spread over a text, as the H2O paper does."
+    parser = options.Parser(prog, what, "[FILE]")
+    add = parser.add_argument
     add("text", nargs="?", metavar="FILE", help="a text (default: Python's language reference)")
-    options.add_model_options(add, "the demo model if left out. It must fit into RAM")
-    add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="to compute in")
-    add("--windows", type=options.count, default=4, help="passages of the text, at even distances (default: 4)")
+    options.add_model_options(parser, "the demo model if left out. It must fit into RAM")
+    add("--windows", type=options.count, default=4, help="passages of the text, evenly spaced (default: 4)")
     add("--prompt-len", type=options.count, default=512, help="tokens of a passage that are its prompt (default: 512)")
     add("--gen-len", type=options.count, default=256, help="tokens that follow the prompt (default: 256)")
-
-    add = parser.add_argument_group("KV budget that is simulated").add_argument
-    add("--hh-ratio", type=float, help=f"heavy hitters as a fraction of the prompt (default: {HH_RATIO})")
-    add("--recent-ratio", type=float, help="recent tokens, likewise (default: as --hh-ratio)")
-    add("--hh-size", type=int, help="heavy hitters in slots")
-    add("--recent-size", type=int, help="recent tokens in slots (default: as --hh-size)")
-    rule = "which tokens have the slots, with options NAME:first=4 (default: h2o, as in the paper)"
-    add("--kv-rule", metavar="NAME", default="h2o", help=rule)
-
-    add = parser.add_argument_group("output").add_argument
+    add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="to compute in")
     add("-o", "--output", metavar="FILE", help="write the figures to this file as JSON")
     add("--plot", metavar="FILE", help="draw them into this PNG")
+
+    add = parser.group(options.BUDGET)
+    add("--hh-ratio", type=float, help=f"heavy hitters as a fraction of the prompt (default: {HH_RATIO})")
+    add("--recent-ratio", type=float, help="recent tokens, likewise (default: --hh-ratio)")
+    add("--hh-size", type=int, help="heavy hitters in slots")
+    add("--recent-size", type=int, help="recent tokens in slots (default: --hh-size)")
+    rule = "which tokens keep a slot, with options NAME:first=4 (default: h2o, as in the paper)"
+    add("--kv-rule", metavar="NAME", default="h2o", help=rule)
     return parser
 
 
@@ -78,7 +74,7 @@ def run(args: argparse.Namespace) -> None:
         "kv_budget": rule.to_dict(),
     }
     result |= study(LayerModel(model), ids, args.prompt_len, rule)
-    options.say(describe(result))
+    print_text(describe(result))
     if args.output is not None:
         write_text("--output", args.output, to_json(rounded(result, 4)) + "\n")
     if args.plot is not None:
@@ -86,11 +82,11 @@ def run(args: argparse.Namespace) -> None:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raises UserError for files that are not to be had, and for a window of no use."""
+    """Raises UserError for unwritable files, and for windows in which nothing is evicted."""
     options.check_files(args, reads=(), writes=("output", "plot"))
     options.check_not_written(args, [args.text] if args.text is not None else [], ("output", "plot"))
     if args.gen_len < 2:
-        raise UserError("--gen-len must be 2 or more: of one token nothing is evicted")
+        raise UserError("--gen-len must be 2 or more: with one token nothing is evicted")
 
 
 def make_budget(args: argparse.Namespace) -> KVBudget:
@@ -101,7 +97,7 @@ def make_budget(args: argparse.Namespace) -> KVBudget:
 
 
 def describe(result: dict) -> str:
-    """The figures for people."""
+    """The figures as lines of text."""
     low = min(result["sparsity"]["by_layer"])
     high = max(result["sparsity"]["by_layer"])
     ranks = result["ranks"]
@@ -120,7 +116,7 @@ def describe(result: dict) -> str:
         f"(layers: {min(exponents):.2f} to {max(exponents):.2f})",
         f"words      attention and co-occurrence within {result['words']['reach']} tokens, rank correlation: "
         f"{words['summed']['spearman']:.2f} summed, {words['per_occurrence']['spearman']:.2f} of an occurrence",
-        f"KV cache   {options.describe_budget(result['kv_budget'])}",
+        f"KV cache   {describe_budget(result['kv_budget'])}",
         f"overlap    {overlap['heavy_mean']:.0%} of the heavy hitters are those chosen with the future known "
         f"(by chance {overlap['heavy_by_chance']:.0%}), {overlap['mean']:.0%} of all slots",
         f"neurons    active for {neurons['mean']:.1%} of tokens ({neurons['is_active']}); "
@@ -129,12 +125,3 @@ def describe(result: dict) -> str:
         *(f"           {row['cache']:<42}{row['perplexity']:>10.2f}{row['rise']:>+8.1%}" for row in result["loss"]),
     ]
     return "\n".join(lines)
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Run the command line; returns the exit code, as `options.main` says."""
-    return options.main(make_parser(), run, argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

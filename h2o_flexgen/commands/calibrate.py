@@ -1,42 +1,35 @@
-"""Command line: measure how many KV slots each layer of a model needs.
-
-h2o-flexgen calibrate --output layers.json
-h2o-flexgen generate --hh-ratio 0.2 --kv-rule smoothed:layers=layers.json
-"""
+"""The command `calibrate`: how many KV slots each layer of a model needs."""
 
 from __future__ import annotations
 
 import argparse
-import sys
 from contextlib import closing
 
 from h2o_flexgen.commands import options
+from h2o_flexgen.commands.options import JOB, MACHINE
+from h2o_flexgen.commands.output import print_text
 from h2o_flexgen.policy import DEFAULT_RULE
 from h2o_flexgen.utils.files import rounded, to_json, write_text
 
 
-def make_parser(prog: str = "python -m h2o_flexgen.commands.calibrate") -> argparse.ArgumentParser:
-    parser = options.Parser(
-        prog, "Measure how many KV slots each layer of a model needs: some look back far, others do not."
-    )
-    add = parser.add_argument_group("what is measured").add_argument
+def make_parser(prog: str) -> options.Parser:
+    what = "Measure how many KV slots each layer of a model needs: some look back far, others do not."
+    parser = options.Parser(prog, what, "[FILE]")
+    add = parser.add_argument
     add("text", nargs="?", metavar="FILE", help="a text (default: Python's language reference)")
-    add("--windows", type=options.count, default=4, help="passages of the text, at even distances (default: 4)")
-    add(
-        "--window", type=options.count, default=1024, help="tokens of a passage, those of a job's texts (default: 1024)"
-    )
-    rule = f"the rule that says which tokens have the slots, with options NAME:first=4 (default: {DEFAULT_RULE})"
-    add("--kv-rule", metavar="NAME", default=DEFAULT_RULE, help=rule)
-    add(
-        "-o",
-        "--output",
-        metavar="FILE",
-        required=True,
-        help="write the result to this file, for --kv-rule NAME:layers=FILE",
-    )
+    output = "write the result to this file, for --kv-rule NAME:layers=FILE"
+    add("-o", "--output", metavar="FILE", required=True, help=output)
+    options.add_model_options(parser)
+    mem = "stream the weights from disk if they take more than half of this RAM (default: of all that is free)"
+    add("--mem", type=options.gibibytes, metavar="GIB", help=mem)
 
-    add = parser.add_argument_group("model").add_argument
-    options.add_model_options(add)
+    add = parser.group(JOB)
+    add("--windows", type=options.count, default=4, help="passages of the text, evenly spaced (default: 4)")
+    add("--window", type=options.count, default=1024, help="tokens of a passage, as in a job's texts (default: 1024)")
+    rule = f"the rule that decides which tokens keep a slot, with options NAME:first=4 (default: {DEFAULT_RULE})"
+    add("--kv-rule", metavar="NAME", default=DEFAULT_RULE, help=rule)
+
+    add = parser.group(MACHINE)
     add("--path", help="folder of the weights, if it is not the model's")
     add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="to compute in")
     return parser
@@ -60,7 +53,7 @@ def run(args: argparse.Namespace) -> None:
     dtype = getattr(torch, args.dtype)
     model = load_model(args.model, args.path, lambda stored: dtype, progress=True)
     ids = windows.cut(text, model.tokenizer, args.windows, args.window)
-    with closing(LayerModel(model, streams=not fits(model.spec, dtype))) as layers:
+    with closing(LayerModel(model, streams=not fits(model.spec, dtype, args.mem))) as layers:
         losses = calibration.measure(layers, ids, args.kv_rule)
     result = origin(args) | {
         "model": model.name,
@@ -74,21 +67,12 @@ def run(args: argparse.Namespace) -> None:
         "losses": losses.losses,
     }
     write_text("--output", args.output, to_json(rounded(result, 3)) + "\n")
-    options.say(describe(args, losses, args.window // 5))
+    print_text(describe(args, losses, args.window // 5))
 
 
 def describe(args: argparse.Namespace, losses, mean: int) -> str:
-    """What comes of it, for people: the slots of each layer, `mean` on average."""
+    """The slots of each layer, `mean` on average."""
     slots = losses.slots(mean - mean // 2, mean // 2, args.window)
     each = " ".join(str(heavy + recent) for heavy, recent in slots)
     use = f"--hh-ratio 0.2 --kv-rule {args.kv_rule}:layers={args.output}"
     return f"with {mean} slots on average, the layers would have\n{each}\nuse it     {use}"
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Run the command line; returns the exit code, as `options.main` says."""
-    return options.main(make_parser(), run, argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

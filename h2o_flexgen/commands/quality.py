@@ -1,7 +1,4 @@
-"""Command line: measure what KV budgets cost in quality, on your own texts.
-
-h2o-flexgen quality book.txt --kv-rule h2o --kv-rule mean --output quality.json --plot frontier.png
-"""
+"""The command `quality`: what KV budgets cost in quality, measured on your own texts."""
 
 from __future__ import annotations
 
@@ -12,18 +9,18 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from h2o_flexgen.commands import options
+from h2o_flexgen.commands.options import JOB, LLM_OPTIONS, MACHINE
+from h2o_flexgen.commands.output import print_text
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.policy import DEFAULT_RULE, MIB
 from h2o_flexgen.utils.files import rounded, to_json, write_text
 
-#: options that LLM takes as they are
-PASSED = "model device dtype compress_weight compute path offload_dir gpu_mem cpu_mem disk_mem hardware".split()
-#: packages whose versions stand in the results of some tasks
+#: packages whose versions are noted in the results of a task
 MORE_PACKAGES = {"summarize": ("rouge", "rouge-score"), "compare": ("sacrebleu",)}
 
 
 class Default(NamedTuple):
-    """What a task does where the options say nothing else."""
+    """The defaults of a task's options."""
 
     gen_len: int
     rules: tuple[str, ...]
@@ -37,43 +34,40 @@ TASKS = {
     "compare": Default(128, (DEFAULT_RULE, "recent"), ratios=(0.4,)),
 }
 
-#: of passages and of texts that are drawn
+#: defaults of the passages and of sampled texts
 PROMPT_LEN = 512
 WINDOWS = 8
 TEMPERATURE = 0.8
 
 
-def make_parser(prog: str = "python -m h2o_flexgen.commands.quality") -> argparse.ArgumentParser:
-    parser = options.Parser(prog, "Measure what KV budgets cost in quality, on your own texts.")
-    add = parser.add_argument_group("what is measured").add_argument
+def make_parser(prog: str) -> options.Parser:
+    parser = options.Parser(prog, "Measure what KV budgets cost in quality, on your own texts.", "[FILE ...]")
+    add = parser.add_argument
     rows = 'JSON lines {"prompt", "completion"} or {"text"} in a file that ends in .jsonl'
     add("texts", nargs="*", metavar="FILE", help=f"texts, or {rows} (default: Python's language reference)")
+    options.add_model_options(parser)
+    rule = f"a cache rule; may be given several times (default: {DEFAULT_RULE}, and sinks or recent tokens beside it)"
+    add("--kv-rule", action="append", metavar="NAME", help=rule)
+    add("--ratios", type=float, nargs="+", metavar="R", help="KV budgets as fractions of the longest prompt")
+    add("--sizes", type=int, nargs="+", metavar="N", help="KV budgets in slots")
+    options.add_machine_options(parser)
+    formats = "formats of the cache, each with each budget and the full cache (default: none, floats)"
+    add("--compress-cache", nargs="+", choices=("none", "int8", "int4"), default=["none"], help=formats)
+    add("-o", "--output", metavar="FILE", help="write the result as JSON, for generate --max-loss --quality FILE")
+    add("--plot", metavar="FILE", help="draw bytes against loss into this PNG")
+
+    add = parser.group(JOB)
     tasks = "perplexity (default), or summarize: summaries of the rows' articles, by ROUGE"
     add("--task", choices=("perplexity", "summarize"), help=tasks)
     add("--compare", metavar="PROMPT", help="show what follows this text, or the text in this file, instead")
     add("--prompt-len", type=options.count, help=f"tokens of a passage that are its prompt (default: {PROMPT_LEN})")
     add("--gen-len", type=options.count, help="tokens behind it, at most (default: 512 are scored, or 128 generated)")
-    add("--windows", type=options.count, help=f"passages of a text, at even distances (default: up to {WINDOWS})")
+    add("--windows", type=options.count, help=f"passages of a text, evenly spaced (default: up to {WINDOWS})")
     add("--samples", type=int, default=0, help="for --compare: texts to draw for each setting, for self-BLEU")
     add("--temperature", type=options.amount, help=f"of those texts (default: {TEMPERATURE})")
+    add("--hh-share", type=float, default=0.5, help="share of the slots for heavy hitters (default: 0.5)")
 
-    add = parser.add_argument_group("settings: each rule with each budget, and the full cache").add_argument
-    rule = f"a cache rule; may be given several times (default: {DEFAULT_RULE}, and sinks or recent tokens beside it)"
-    add("--kv-rule", action="append", metavar="NAME", help=rule)
-    add("--ratios", type=float, nargs="+", metavar="R", help="slots as fractions of the longest prompt")
-    add("--sizes", type=int, nargs="+", metavar="N", help="slots")
-    formats = "formats of the cache, each with each budget and the full cache (default: none, floats)"
-    add("--compress-cache", nargs="+", choices=("none", "int8", "int4"), default=["none"], help=formats)
-    add("--hh-share", type=float, default=0.5, help="part of the slots that is for heavy hitters (default: 0.5)")
-
-    add = parser.add_argument_group("output").add_argument
-    add("-o", "--output", metavar="FILE", help="write the result as JSON, for generate --max-loss --quality FILE")
-    add("--plot", metavar="FILE", help="draw bytes against loss into this PNG")
-
-    add = parser.add_argument_group("model and machine").add_argument
-    options.add_model_options(add)
-    add("--path", help="folder of the weights, if it is not the model's")
-    options.add_machine_options(add)
+    parser.group(MACHINE)("--path", help="folder of the weights, if it is not the model's")
     return parser
 
 
@@ -90,20 +84,20 @@ def run(args: argparse.Namespace) -> None:
     from h2o_flexgen.evaluation.origin import origin
     from h2o_flexgen.llm import LLM
 
-    arguments = {name: getattr(args, name) for name in PASSED}
+    arguments = {name: getattr(args, name) for name in LLM_OPTIONS}
     with LLM(progress=False, **arguments) as llm:
         workload, rows = begin(args, llm, sources, settings)
         result = origin(args, MORE_PACKAGES.get(args.task, ())) | {"workload": workload, "rows": []}
         try:
             for row in rows:
                 result["rows"].append(row)
-        finally:  # what was measured before an interrupt or an error counts
+        finally:  # what was measured before an interrupt or an error is kept
             if result["rows"]:
                 finish(args, result)
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raises UserError for options that contradict each other, and for files and packages that are not to be had."""
+    """Raises UserError for options that contradict each other, unwritable files and missing packages."""
     if args.task == "compare" and args.texts:
         raise UserError("--compare brings its own text: leave the files out")
     if args.task == "summarize" and not args.texts:
@@ -115,9 +109,9 @@ def check(args: argparse.Namespace) -> None:
     if args.task != "perplexity" and not (args.prompt_len is None and args.windows is None):
         raise UserError("--prompt-len and --windows cut texts whose perplexity is measured: leave them out here")
     if args.gen_len == 1:
-        raise UserError("--gen-len must be 2 or more: of one token nothing is evicted")
+        raise UserError("--gen-len must be 2 or more: with one token nothing is evicted")
     if args.temperature is not None and not args.samples:
-        raise UserError("--temperature is of --samples: give them too")
+        raise UserError("--temperature is for --samples: give them too")
     options.check_files(args, reads=("hardware",), writes=("output", "plot"))
     options.check_not_written(args, args.texts, ("output", "plot"))
 
@@ -154,7 +148,7 @@ def settings_of(args: argparse.Namespace) -> list:
 
 
 def sources_of(args: argparse.Namespace) -> list:
-    """What the files hold, or the text of --compare."""
+    """The contents of the files, or the text of --compare."""
     from h2o_flexgen.evaluation.passages import Source, builtin_source, read_source
 
     if args.task != "compare":
@@ -166,7 +160,7 @@ def sources_of(args: argparse.Namespace) -> list:
 
 
 def begin(args: argparse.Namespace, llm, sources: list, settings: list) -> tuple[dict, Iterator[dict]]:
-    """What is measured, in words, and the rows of results, which come as they are measured.
+    """The workload, and the rows of results, each as soon as it is measured.
 
     Raises:
         UserError: nothing can be measured with this model and these texts.
@@ -194,7 +188,10 @@ def begin(args: argparse.Namespace, llm, sources: list, settings: list) -> tuple
     is_strict = args.kv_rule is not None
     settings = allowed(settings, max(lengths), args.gen_len, llm.model.spec, is_strict)
     if len(settings) < count:
-        print(f"{count - len(settings)} settings left out: too few slots for what the rule protects", file=sys.stderr)
+        print(
+            f"{count - len(settings)} settings left out: fewer slots than the rule protects",
+            file=sys.stderr,
+        )
     if errors:
         print(f"{len(errors)} rows cannot be measured; {errors[0]}", file=sys.stderr)
     workload = {
@@ -224,13 +221,13 @@ def gathered(found: Iterator[tuple[list, list[str]]]) -> tuple[list, list[str]]:
 
 
 def finish(args: argparse.Namespace, result: dict) -> None:
-    """Show the result, and write its files."""
+    """Print the result, and write its files."""
     try:
         w = result["workload"]
         texts = f"{w['passages']} {'article' if args.task == 'summarize' else 'passage'}(s) of {', '.join(w['texts'])}"
         lengths = f"prompts of up to {w['prompt_len']} tokens, up to {w['gen_len']} behind each"
-        options.say(f"{w['model']} in {w['dtype']}, {texts}: {lengths}\n")
-        options.say(SHOW[args.task](result["rows"]))
+        print_text(f"{w['model']} in {w['dtype']}, {texts}: {lengths}\n")
+        print_text(SHOW[args.task](result["rows"]))
     finally:
         if args.output is not None:
             write_text("--output", args.output, to_json(rounded(result)) + "\n")
@@ -241,7 +238,7 @@ def finish(args: argparse.Namespace, result: dict) -> None:
 
 
 def table(header: list[str], lines: list[list[str]]) -> str:
-    """Columns for people: the first to the left, the others to the right."""
+    """Aligned columns: the first to the left, the others to the right."""
     lines = [header, *lines]
     widths = [max(map(len, column)) for column in zip(*lines)]
 
@@ -253,7 +250,7 @@ def table(header: list[str], lines: list[list[str]]) -> str:
 
 
 def budget_text(row: dict) -> list[str]:
-    """Rule and format, slots, slots over the longest prompt, and bytes."""
+    """The cells of BUDGET: rule and format, slots, slots over the longest prompt, and bytes."""
     nbytes = f"{row['kv_bytes'] / MIB:.2f} MiB"
     rule = row["rule"] + (f" {row['compress_cache']}" if row["compress_cache"] else "")
     if row["slots"] is None:
@@ -262,7 +259,7 @@ def budget_text(row: dict) -> list[str]:
     return [rule, f"{row['heavy']} + {row['recent']}", share, nbytes]
 
 
-#: of `budget_text`
+#: the columns of `budget_text`
 BUDGET = ["rule", "slots", "of the prompt", "KV cache of a sequence"]
 
 
@@ -285,7 +282,7 @@ def show_summaries(rows: list[dict]) -> str:
 
 
 def show_compared(rows: list[dict]) -> str:
-    """The text of each setting under a line that says which it is."""
+    """The text of each setting under a line that names it."""
     parts = []
     for row in rows:
         rule, slots, _, nbytes = budget_text(row)
@@ -297,12 +294,3 @@ def show_compared(rows: list[dict]) -> str:
 
 
 SHOW = {"perplexity": show_perplexity, "summarize": show_summaries, "compare": show_compared}
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Run the command line; returns the exit code, as `options.main` says."""
-    return options.main(make_parser(), run, argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,10 +1,11 @@
 """Sequences, and how the tokens of a pass are cut into chunks, which go through the matmuls of a layer one by one.
 
-    chunk 0   | prompts of batch 0                            |
-    chunk 1   | prompts of batch 0 | (and what is left of it) |
-    chunk 2   | steps of batch 0 | prompt | steps of batch 1  |   few prompts join the decode steps
+    chunk 0   | prompts of batch 0                           |
+    chunk 1   | prompts of batch 0 (the rest)                |
+    chunk 2   | steps of batch 0 | prompt | steps of batch 1 |   a few prompts join the decode steps
 
-A piece is what attends at once: a decode step of a batch, or a few prompts of one batch behind the same prefix.
+A piece is a group of rows that attend together: a decode step of a batch, or a few prompts of one batch with the same
+prefix.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
@@ -25,19 +27,20 @@ from h2o_flexgen.planning.workload import GROUP_ROWS
 
 @dataclass(eq=False)
 class Sequence:
-    """One row of a job: a prompt, and what has been generated for it.
+    """One row of a job: a prompt, and the tokens generated for it.
 
     Attributes:
         index: place of the prompt in the job.
         params: how its tokens are chosen, and when it ends.
-        key: its place among the random numbers, below 2**64: `index` unless another is given.
+        key: selects its random numbers, below 2**64; default: `index`.
         prompt, tokens: token ids. The last of `tokens` is the input of the next decode step.
         logprobs: log-probability of each of `tokens`.
         finish_reason: None while it runs; then "length", "stop" or "error".
-        text: what was generated before the stop string that ended it; None if none did.
-        wanted: the first token of the prompt behind which logits are wanted; by default the last one.
-        length: tokens of the text that its cache has seen; prompt_end: of those, up to the end of the last prompt.
-        path: the node of `prefixes` that ends what it shares.
+        text: the output before the stop string that ended it; None if none did.
+        wanted: the first token of the prompt whose logits are wanted; default: the last one.
+        length: tokens that its cache has seen.
+        prompt_end: of those, up to the end of the last prompt.
+        path: the last node of the prefix that it shares.
         rank: how many rows of the job began before it.
     """
 
@@ -55,7 +58,7 @@ class Sequence:
     path: Node | None = None
     rank: int = 0
 
-    ahead = 0  # tokens of the prompt behind those that are computed
+    ahead = 0  # tokens of the prompt after those that are computed
 
     def __post_init__(self):
         self.key = self.index if self.key is None else self.key
@@ -63,13 +66,13 @@ class Sequence:
 
     @property
     def will_end(self) -> bool:
-        """Whether it ends with its next token, so far as is known."""
+        """Whether it is known to end with its next token."""
         done = self.length - self.prompt_end + 2 if self.tokens else 1
         return done >= self.params.max_tokens
 
     def append(self, token: int, logprob: float) -> bool:
-        """Whether the token was appended. A sequence that has ended takes none; a `logprob` that is not finite ends it
-        in an error."""
+        """Append a token, unless the sequence has ended; returns whether it did. A `logprob` that is not finite ends
+        the sequence with an error."""
         if self.finish_reason is None and not math.isfinite(logprob):
             self.finish_reason = "error"
         if self.finish_reason is not None:
@@ -81,14 +84,14 @@ class Sequence:
 
 @dataclass(eq=False)
 class Piece:
-    """Rows that attend at once.
+    """Rows that attend together.
 
     Attributes:
-        batch: whose KV block they have.
-        rows: each a `Sequence`, or a `prefixes.Node` that is computed for those behind it.
+        batch: the batch of their KV block.
+        rows: each a `Sequence`, or a `prefixes.Node` that is computed for the rows that share it.
         places: of the rows in the KV block; a node has none.
-        path: the node that ends the tokens which prompts have in common with others; None if there are none.
-        frees: nodes that no later piece of the pass needs, nor any row that waits.
+        path: the last node of the prefix that all rows share; None if they share none.
+        frees: nodes that neither a later piece of the pass nor a waiting row needs.
     """
 
     batch: int
@@ -121,21 +124,21 @@ class Piece:
         return Positions(self.lengths.length, self.lengths.length + 1)
 
     def logits(self) -> list[tuple]:
-        """(row, place among the piece's tokens) of all logits that are wanted."""
+        """(row, index among the piece's tokens) of all logits that are wanted."""
         return [(s, n) for n, s in enumerate(self.rows)]
 
     def texts_after(self) -> list[tuple[int, int]]:
-        """(tokens, of those up to the end of the prompt) of each text behind this piece."""
+        """(tokens, tokens up to the end of the prompt) of each text after this piece."""
         return [(s.length + 1, s.prompt_end) for s in self.rows]
 
     def advance(self) -> None:
-        """The tokens of this piece are in the caches now."""
+        """Count the tokens of this piece as cached."""
         for s in self.rows:
             s.length += 1
 
 
 class PromptPiece(Piece):
-    """Prompts: what of them is not shared."""
+    """Prompts, without the prefix that they share."""
 
     is_prompt = True
 
@@ -145,7 +148,7 @@ class PromptPiece(Piece):
 
     @cached_property
     def texts(self) -> list[list[int]]:
-        """The tokens to be computed of each row."""
+        """The tokens to compute of each row."""
         return [s.prompt[self.shared :] for s in self.rows]
 
     @cached_property
@@ -190,12 +193,12 @@ class PromptPiece(Piece):
 
     @cached_property
     def at(self) -> torch.Tensor:
-        """(N,) places of the tokens among those of all rows, each padded to the longest."""
+        """(N,) int64, the tokens' indices when all rows are padded to the longest."""
         begins = range(0, len(self.rows) * self.longest, self.longest)
         return torch.cat([torch.arange(begin, begin + len(text)) for begin, text in zip(begins, self.texts)])
 
     def padded(self, x: torch.Tensor) -> torch.Tensor:
-        """(N, H, D) of all tokens -> (B, H, T, D). Padding is 0: what is masked must be finite."""
+        """(N, H, D) of all tokens -> (B, H, T, D), padded with 0, since masked elements must be finite."""
         B = len(self.rows)
         T = self.longest
         if len(x) < B * T:
@@ -208,17 +211,20 @@ class PromptPiece(Piece):
         return x if len(x) == self.size else x.index_select(0, self.at.to(x.device, non_blocking=True))
 
 
+class Home(NamedTuple):
+    """Where the hidden states of a chunk are kept between stages: among those of a batch, on their tier."""
+
+    batch: int
+    number: int  # of the chunk
+    before: int  # tokens of the chunks before it
+
+
 @dataclass
 class Chunk:
-    """Pieces whose tokens go through matmuls together.
-
-    Attributes:
-        home: (batch, number, tokens before) of hidden states that go to the tier of a batch between layers; None for
-            those that stay on the device.
-    """
+    """Pieces whose tokens go through matmuls together. `home`: None keeps hidden states on the device."""
 
     pieces: list[Piece]
-    home: tuple[int, int, int] | None = None
+    home: Home | None = None
 
     @cached_property
     def size(self) -> int:
@@ -226,12 +232,12 @@ class Chunk:
 
     @property
     def is_prompts(self) -> bool:
-        """Whether it has prompts of one batch alone."""
+        """Whether it has only prompts, of one batch."""
         return all(piece.is_prompt and piece.batch == self.pieces[0].batch for piece in self.pieces)
 
     @property
     def is_joint(self) -> bool:
-        """Whether it has a decode step, which prompts of other batches may join, or is all of one batch."""
+        """Whether its pieces may share matmuls: prompts of one batch, or any pieces with a decode step."""
         return self.is_prompts or not all(piece.is_prompt for piece in self.pieces)
 
     @cached_property
@@ -240,7 +246,7 @@ class Chunk:
 
     @cached_property
     def prompt_share(self) -> float:
-        """The part of its tokens that are of prompts."""
+        """The fraction of its tokens that belong to prompts."""
         return sum(piece.size for piece in self.pieces if piece.is_prompt) / self.size
 
     def ids(self) -> torch.Tensor:
@@ -254,13 +260,13 @@ class Chunk:
 
 
 def cut(pieces: Iterable[Piece], prefill_tokens: int) -> list[Chunk]:
-    """Chunks of pieces, which are in the order of their batches.
+    """Cut pieces, in the order of their batches, into chunks.
 
-    Prompts of one batch are joined up to `prefill_tokens`, of which a single one may have more; with decode steps up to
-    GROUP_ROWS, with which matmuls are about as fast as they get.
+    Prompts of one batch are joined up to `prefill_tokens`, which a single prompt may exceed; prompts and decode steps
+    up to GROUP_ROWS, with which matmuls are about as fast as they get.
     """
     chunks: list[Chunk] = []
-    homes: dict[int, tuple[int, int]] = {}  # chunks, and their tokens, of each batch
+    homes: dict[int, Home] = {}  # of the next chunk of each batch
     for piece in pieces:
         joined = Chunk([*chunks[-1].pieces, piece]) if chunks else None
         if joined and joined.size <= (prefill_tokens if joined.is_prompts else GROUP_ROWS) and joined.is_joint:
@@ -270,7 +276,6 @@ def cut(pieces: Iterable[Piece], prefill_tokens: int) -> list[Chunk]:
     for chunk in chunks:
         if chunk.is_prompts:
             k = chunk.pieces[0].batch
-            number, before = homes.get(k, (0, 0))
-            chunk.home = (k, number, before)
-            homes[k] = (number + 1, before + chunk.size)
+            chunk.home = homes.get(k, Home(k, 0, 0))
+            homes[k] = Home(k, chunk.home.number + 1, chunk.home.before + chunk.size)
     return chunks

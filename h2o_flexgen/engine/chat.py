@@ -1,8 +1,8 @@
-"""Chat templates: conversations as the text that a model expects, and nothing left out.
+"""Chat templates: conversations as the text that a model expects, with nothing left out.
 
 A template is a program. It may read content as a text or as parts, and the arguments of tool calls as an object or as
-JSON, and it drops in silence what it does not expect. So messages of each shape are rendered once with marks in place
-of their texts, in one form after the other, until all marks come out.
+JSON, and it silently drops what it does not expect. So messages of each shape are rendered once with marks in place of
+their texts, in one form after the other, until every mark shows in the text.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from h2o_flexgen.models.tokenizer import ANSWER
 
 log = logging.getLogger(__name__)
 
-#: in each part of a probe: where it comes out, the template printed the part itself and not its text
+#: in each part of a probe: if it shows, the template printed the part itself instead of its text
 CANARY = "h2ocanary"
-#: the arguments of tool calls of a probe
+#: the arguments of a probe's tool calls
 ARGUMENTS = {"h2oname": "h2ovalue"}
-#: what a template makes of arguments in the wrong form: Python's notation, and JSON within JSON
+#: how a template prints arguments in the wrong form: as Python, and as JSON within JSON
 WRONG_ARGUMENTS = (str(ARGUMENTS), json.dumps(json.dumps(ARGUMENTS))[1:-1])
 
 
@@ -32,7 +32,7 @@ class ChatTemplate:
     """The chat template of a tokenizer, which is None for a model without one.
 
     Attributes:
-        template_kwargs: variables of the template for all conversations; those of a conversation win.
+        template_kwargs: variables of the template for all conversations; those of a conversation override them.
     """
 
     def __init__(self, tokenizer):
@@ -42,18 +42,19 @@ class ChatTemplate:
         self._known: set[str] = set()  # names of variables
 
     def set_kwargs(self, template_kwargs: dict) -> None:
-        """Variables for all conversations. Raises UserError for names that cannot be variables."""
+        """Set variables for all conversations. Raises UserError for names that cannot be variables."""
         if self.tokenizer is not None and self.tokenizer.chat_template is not None:
             self._check_kwargs(template_kwargs)
         self.template_kwargs = template_kwargs
 
     def render(self, conversation: Conversation) -> str:
-        """The text of a conversation, special tokens included, and the beginning of an answer: also behind a last
-        message of the assistant's, which is not continued.
+        """The text of a conversation, special tokens included, and the beginning of an answer. A last message of the
+        assistant's is not continued, but followed by a new answer.
 
         Raises:
-            UserError: messages of a wrong shape, no tokenizer, no template, or one that refuses the messages, or leaves
-                out what they hold. It may leave out the assistant's but the last: many drop what was thought earlier.
+            UserError: messages of a wrong shape, no tokenizer, no template, or one that refuses the messages or leaves
+                out some of their content. It may leave out earlier messages of the assistant's: many templates drop
+                earlier reasoning.
         """
         messages = [checked_message(n, message) for n, message in enumerate(conversation.messages)]
         if self.tokenizer is None:
@@ -68,11 +69,11 @@ class ChatTemplate:
         return self._apply([self._forms[shape].of(message) for message in messages], template_kwargs)
 
     def render_next(self, question: str) -> str:
-        """What the template writes behind an answer: its end, the user's next question, and the beginning of the next
-        answer.
+        """The text that the template writes after an answer: its end, the user's next question, and the beginning of
+        the next answer.
 
         Raises:
-            UserError: as `render`, or the template does not show an answer unchanged.
+            UserError: as `render`, or the template does not print an answer unchanged.
         """
         turns = (("user", "?"), ("assistant", ANSWER), ("user", question))
         try:
@@ -84,17 +85,17 @@ class ChatTemplate:
         return text.partition(ANSWER)[2]
 
     def _check_kwargs(self, template_kwargs: dict) -> None:
-        """Warn of variables that the template does not read. Raises UserError for names that cannot be variables."""
+        """Warn about variables that the template does not read. Raises UserError for names that cannot be variables."""
         for name in template_kwargs.keys() - self._known:
             if name in self._reserved:
-                raise UserError(f"chat_template_kwargs: {name} is no variable of a chat template, leave it out")
+                raise UserError(f"chat_template_kwargs: {name} is not a variable of a chat template: leave it out")
             if not re.search(rf"\b{re.escape(name)}\b", str(self.tokenizer.chat_template)):
                 log.warning("chat_template_kwargs: the model's chat template does not read %s", name)
             self._known.add(name)
 
     @cached_property
     def _reserved(self) -> set[str]:
-        """Arguments of the tokenizer that it does not hand on to the template."""
+        """Arguments that the tokenizer does not pass on to the template."""
         parameters = inspect.signature(self.tokenizer.apply_chat_template).parameters
         return {"messages", "self", *parameters} - {"tools", "documents"}
 
@@ -106,7 +107,7 @@ class ChatTemplate:
             raise UserError(f"the model's chat template refuses these messages: {reason(e)}") from None
 
     def _find_form(self, messages: list[dict], template_kwargs: dict) -> Form:
-        """The first form in which all that the messages hold comes out. Raises UserError if there is none."""
+        """The first form in which the whole content of the messages shows. Raises UserError if there is none."""
         probes = [_probe(n, message) for n, message in enumerate(messages)]
         has_calls = any("tool_calls" in message for message in messages)
         problems = []
@@ -119,11 +120,11 @@ class ChatTemplate:
                     return form
                 problems.append(problem)
                 lost = problem.roles
-        # a template may refuse a form for reasons of the form; what it leaves out of the best one is the user's to mend
+        # a refusal may be due to the form alone; what the best form leaves out is for the user to fix
         raise UserError(min(problems, key=lambda problem: (problem.is_refusal, len(problem.roles))).text)
 
     def _problem(self, form: Form, probes: list[Probe], template_kwargs: dict) -> Problem | None:
-        """What the template leaves out of messages in this form; None if nothing."""
+        """What the template leaves out of messages in this form; None if it shows everything."""
         messages = [form.of(probe.message) for probe in probes]
         in_parts = [n for n, message in enumerate(messages) if isinstance(message["content"], list)]
         for n in in_parts:
@@ -147,11 +148,11 @@ class ChatTemplate:
 
 @dataclass(frozen=True)
 class Form:
-    """How a template reads messages.
+    """The form in which a template reads messages.
 
     Attributes:
-        content: "given", as the user gave it; "text", a text, of parts joined; "part", a list of one part for `roles`,
-            a text for the others.
+        content: "given", as the user gave it; "text", one text, with parts joined; "part", a list of one part for
+            `roles`, a text for the others.
         json_arguments: the arguments of tool calls are JSON, not objects.
     """
 
@@ -177,7 +178,7 @@ class Form:
 
 @dataclass(frozen=True)
 class Problem:
-    """Why a form is not how a template reads messages; `roles`: those of what is left out, all if it refuses."""
+    """Why a template cannot read messages in a form; `roles`: of the messages that it leaves out, all if it refuses."""
 
     text: str
     roles: frozenset[str]
@@ -186,7 +187,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Probe:
-    """Message `n` with marks in place of its texts; `marks`: by what they stand for."""
+    """Message `n` with marks in place of its texts; `marks`: those of its content and of its tool calls."""
 
     n: int
     message: dict
@@ -201,7 +202,7 @@ class Probe:
 
 
 def _probe(n: int, message: dict) -> Probe:
-    """An empty text stays: nothing of it can be lost."""
+    """Mark the texts of a message. An empty text stays, since nothing of it can be lost."""
     found = dict(message)
     marks = {}
     content = message["content"]
@@ -219,7 +220,7 @@ def _probe(n: int, message: dict) -> Probe:
 
 
 def _needed(probes: list[Probe]) -> list[tuple[str, Probe]]:
-    """What must come out of each message: all but the assistant's earlier answers."""
+    """What must show of each message: everything but the assistant's earlier answers."""
     needed = {}
     for probe in probes:
         for what in probe.marks:
@@ -232,7 +233,7 @@ def _marked_call(call: dict, name: str) -> dict:
 
 
 def _shape(message: dict) -> tuple:
-    """What a template may decide by, besides what the texts say."""
+    """All that a template may branch on, apart from the content of texts."""
     content = message["content"]
     parts = len(content) if isinstance(content, list) else bool(content)
     return (message["role"], type(content), parts, len(message.get("tool_calls", ())), *sorted(message))

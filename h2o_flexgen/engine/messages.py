@@ -1,4 +1,4 @@
-"""Conversations as people and OpenAI's clients write them, checked before a chat template gets them."""
+"""Conversations as users and OpenAI's clients write them, checked before they reach a chat template."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
+from h2o_flexgen.engine.params import list_of
 from h2o_flexgen.errors import UserError
 
 
@@ -15,7 +16,7 @@ class Conversation:
 
     Attributes:
         messages: each has a text "role" and a "content": a text, a list of parts {"type": "text", "text": ...}, or,
-            beside "tool_calls", None. The template gets all other keys too.
+            with "tool_calls", None. All other keys are passed to the template too.
         template_kwargs: variables of the template, such as {"enable_thinking": False}.
     """
 
@@ -24,22 +25,25 @@ class Conversation:
 
 
 def is_conversation(prompt) -> bool:
-    """Whether it is a `Conversation`, or a list of messages. An empty list is neither that nor token ids."""
+    """Whether it is a `Conversation`, or a list of messages. An empty list counts as neither messages nor token ids."""
     is_list = isinstance(prompt, (list, tuple)) and len(prompt) > 0 and isinstance(prompt[0], dict)
     return is_list or isinstance(prompt, Conversation)
 
 
-def messages_of(conversation: Conversation | Seq[dict]) -> Seq[dict]:
-    return conversation.messages if isinstance(conversation, Conversation) else conversation
+def conversations_of(given: Seq[dict] | Seq[Seq[dict]], template_kwargs: dict) -> list[Conversation | UserError]:
+    """One conversation, or each of several; an error for those that are not lists of messages."""
+    what = "a conversation is a list of messages, one or more, with role and content"
+    several = [given] if is_conversation(given) else list_of(what, given)
+    return [Conversation(each, template_kwargs) if is_conversation(each) else UserError(what) for each in several]
 
 
 def content_text(content: str | list[dict] | None) -> str:
-    """As one text: of parts a line each."""
+    """The content as one text, with a line for each part."""
     return content if isinstance(content, str) else "\n".join(part["text"] for part in content or [])
 
 
 def checked_kwargs(given) -> dict:
-    """The `chat_template_kwargs` of a user, None for none. Raises UserError for what is not an object."""
+    """A user's `chat_template_kwargs`, which may be None. Raises UserError for anything but an object."""
     if given is None:
         return {}
     if not isinstance(given, dict) or not all(isinstance(name, str) for name in given):
@@ -48,11 +52,10 @@ def checked_kwargs(given) -> dict:
 
 
 def checked_message(n: int, message: dict) -> dict:
-    """Message `n` of a conversation, without keys that are None, and with a content, which is "" where there are only
-    tool calls.
+    """Message `n` of a conversation, without keys that are None; its content is "" if it has only tool calls.
 
     Raises:
-        UserError: it is of a wrong shape, or holds something other than texts and tool calls.
+        UserError: it has a wrong shape, or holds something other than texts and tool calls.
     """
     if not isinstance(message, dict):
         raise UserError(f"message {n} is not an object with role and content")
@@ -82,7 +85,7 @@ def _checked_part(n: int, part) -> dict:
 
 
 def _checked_call(n: int, call) -> dict:
-    """With arguments."""
+    """A tool call, whose arguments may be omitted."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise UserError(f"message {n}: a tool call must have a function with a name")
@@ -96,7 +99,7 @@ def _checked_call(n: int, call) -> dict:
 
 
 def arguments_object(arguments: dict | str) -> dict:
-    """Of a tool call; OpenAI has them as JSON."""
+    """The arguments of a tool call, which OpenAI writes as JSON."""
     return json.loads(arguments) if isinstance(arguments, str) else arguments
 
 

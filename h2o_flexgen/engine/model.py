@@ -1,4 +1,4 @@
-"""A model that is ready to be run: its sizes, its tokenizer, and where its weights are read."""
+"""A model that is ready to run: its sizes, its tokenizer, and the source of its weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from h2o_flexgen.engine.messages import Conversation, is_conversation
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.formats import Format, prepare
 from h2o_flexgen.formats.forms import cache_formats, check_compute, compressed
-from h2o_flexgen.kernels import int8
+from h2o_flexgen.kernels import int8, rowwise
+from h2o_flexgen.kv_cache.full import prepare_cache
 from h2o_flexgen.models.hub import commit
 from h2o_flexgen.models.parts import activation
 from h2o_flexgen.models.registry import family, head_name, known_names, named_dtype, named_spec, read_spec, stored_dtype
@@ -27,7 +28,7 @@ from h2o_flexgen.models.tokenizer import end_ids, load_tokenizer
 from h2o_flexgen.storage.checkpoint import Checkpoint
 from h2o_flexgen.storage.dummy import DummyCheckpoint
 
-#: a text, token ids, or a conversation, which may be its messages alone
+#: a text, token ids, or a conversation, which may be just its messages
 Prompt = str | Seq[int] | Seq[dict] | Conversation
 
 
@@ -36,11 +37,13 @@ class LoadedModel:
     """A model whose weights have been found, but not read.
 
     Attributes:
-        dtype: to compute in.
-        layers: embedding, transformer blocks, head: the tensors of each.
-        tokenizer: None if the model has none; chat: its chat template.
-        formats: of the matrices in the checkpoint. Vectors do not count: they never stream.
-        compress_weight, compute: the arguments of `LLM`; in_blocks: whether matmuls in int8 take 4 bits as stored.
+        dtype: of the computation.
+        layers: the tensors of each stage: embedding, transformer blocks, head.
+        tokenizer: None if the model has none.
+        chat: its chat template.
+        formats: of the matrices in the checkpoint. Vectors are left out, since they never stream.
+        compress_weight, compute: as for `LLM`.
+        in_blocks: whether int8 matmuls read 4-bit weights as stored.
         revision: the commit of weights from the Hugging Face hub; None for others.
     """
 
@@ -61,7 +64,7 @@ class LoadedModel:
 
     @property
     def is_quantised(self) -> bool:
-        """Whether some matrices are."""
+        """Whether some matrices are quantised."""
         return not all(form.is_dense for form in self.formats.values())
 
     @property
@@ -70,19 +73,19 @@ class LoadedModel:
 
     @cached_property
     def eos_ids(self) -> frozenset[int]:
-        """Token ids that end a text, by the configs, the tokenizer or the chat template; none where weights are
-        random."""
+        """Token ids that end a text, according to the configs, the tokenizer or the chat template; none if the weights
+        are random."""
         return frozenset() if self.is_dummy else self.spec.eos | end_ids(self.tokenizer)
 
     def encode(self, prompt: Prompt, begins: bool = True) -> list[int]:
         """Token ids of a prompt. A UserError stands for a prompt that could not be read, and is raised.
 
-        A conversation becomes what the model's chat template makes of it (`ChatTemplate.render`). With `begins` false a
-        text goes on with another one, and has nothing put before it.
+        A conversation is rendered by the model's chat template (`ChatTemplate.render`). With `begins` false a text
+        continues another one, without a token that marks its beginning.
 
         Raises:
-            UserError: empty, of a wrong type, no tokenizer for text, as `ChatTemplate.render`, or an id outside the
-                vocabulary.
+            UserError: the prompt is empty or of a wrong type, there is no tokenizer for a text, an id is outside the
+                vocabulary, or as `ChatTemplate.render`.
         """
         if isinstance(prompt, UserError):
             raise prompt
@@ -98,20 +101,20 @@ class LoadedModel:
             raise UserError(f"a prompt is {kinds}, not {type(prompt).__name__}")
         if not ids:
             raise UserError("the prompt is empty")
-        is_fine = set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < self.spec.vocab  # said without a loop
+        is_fine = set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < self.spec.vocab  # faster than the loop
         for token in () if is_fine else ids:
-            is_number = isinstance(token, Integral) and not isinstance(token, bool)  # numpy's are welcome
+            is_number = isinstance(token, Integral) and not isinstance(token, bool)  # NumPy's integers are accepted
             if not is_number or not 0 <= token < self.spec.vocab:
                 if ids is not prompt:
                     limit = f"the model's vocabulary has {self.spec.vocab}"
                     raise UserError(
-                        f"the tokenizer makes token {token!r} of this text, but {limit}: it is of another model"
+                        f"the tokenizer makes token {token!r} of this text, but {limit}: it belongs to another model"
                     )
                 raise UserError(f"token ids are whole numbers below {self.spec.vocab}, the vocabulary, not {token!r}")
         return list(map(int, ids))
 
     def encode_next(self, question: str) -> list[int]:
-        """Token ids of what the chat template writes behind an answer (`ChatTemplate.render_next`).
+        """Token ids of the text that the chat template writes after an answer (`ChatTemplate.render_next`).
 
         Raises:
             UserError: as `encode` and `ChatTemplate.render_next`.
@@ -140,19 +143,19 @@ def load_model(
     compute: str = "exact",
     disk_mem: int | None = None,
 ) -> LoadedModel:
-    """Find a model, and check that its checkpoint holds what the model needs, and then that it can have these formats,
-    before a copy of lower precision is made.
+    """Find a model, and check that its checkpoint is complete and that it supports the formats, before a copy of lower
+    precision is made.
 
     Args:
         model, path: as for `LLM`.
-        choose_dtype: from the type that the checkpoint is stored in, such as "bfloat16", or None where that is not
-            known, to the type to compute in.
+        choose_dtype: maps the type that the checkpoint is stored in, such as "bfloat16", or None if that is unknown, to
+            the type to compute in.
         progress: show a bar if the checkpoint must be converted.
         compress_weight, compress_cache, compute, disk_mem: as for `LLM`.
 
     Raises:
-        UserError: there is no such model, its family or its format is not known, its files are not whole, or it cannot
-            have these formats.
+        UserError: there is no such model, its family or format is unknown, its files are incomplete, or it does not
+            support the formats.
     """
     if path == DUMMY:
         weights = tokenizer = None
@@ -172,7 +175,7 @@ def load_model(
     compressed_to = {} if compress_weight is None else compressed(compress_weight, [layer.shapes for layer in layers])
     formats |= compressed_to
     check_compute(compute, formats)
-    cache_formats(compress_cache, dtype, spec.head_dim)  # raises for one that the model cannot have
+    cache_formats(compress_cache, dtype, spec.head_dim)  # raises for one that the model does not support
     if compressed_to:
         source.compress(compressed_to, disk_mem, progress)
     name = model_name(model, path, weights)
@@ -183,7 +186,7 @@ def load_model(
 
 
 def _checkpoint(weights: Path, spec: ModelSpec, layers: list[Layer], dtype: torch.dtype, progress: bool) -> Checkpoint:
-    """Raises UserError unless it holds what the model needs."""
+    """The checkpoint of a model. Raises UserError if it is not complete."""
     found = Checkpoint(weights, layers, dtype, progress)
     for layer in layers:
         found.check(layer.shapes)
@@ -193,12 +196,19 @@ def _checkpoint(weights: Path, spec: ModelSpec, layers: list[Layer], dtype: torc
 
 
 def prepare_loops(dtype: torch.dtype, quantised: bool, compute: str) -> None:
-    """Load, or compile, the loops of a job that computes in `dtype`, which its process holds: once, before memory is
-    measured. `quantised`: some matrices are."""
+    """Load or compile the loops of a job that computes in `dtype`, so that their memory is part of the baseline.
+    `quantised`: whether some matrices are."""
     if quantised:
         prepare(dtype)
     if compute == "int8":
         int8.prepare(dtype)
+
+
+def prepare_cpu_loops(model: LoadedModel, compress_cache: str | None, position_rolling: bool) -> None:
+    """As `prepare_loops`, for the loops that only the CPU needs; arguments as for `LLM`."""
+    rowwise.prepare(model.dtype)
+    for form in cache_formats(compress_cache, model.dtype, model.spec.head_dim):
+        prepare_cache(form, model.dtype, model.spec.head_dim, position_rolling)
 
 
 def _dummy_spec(model: str | None) -> ModelSpec:

@@ -1,42 +1,43 @@
-"""What can be watched while a job runs."""
+"""Observers: callbacks while a job runs."""
 
 from __future__ import annotations
 
 from h2o_flexgen.engine.batch import Sequence
+from h2o_flexgen.planning.execution_plan import ExecutionPlan
 from h2o_flexgen.utils.progress import bar
 
 
 class Observer:
-    """Watches a job: override the methods of interest. What a method raises ends the job."""
+    """Watches a job: override the methods of interest. An exception in a method ends the job."""
 
-    def on_plan(self, choice) -> None:
-        """The policy is chosen, nothing is allocated yet. `choice`: a `planning.planner.Choice`."""
+    def on_plan(self, choice: ExecutionPlan) -> None:
+        """The policy is chosen; nothing is allocated yet."""
 
     def on_begin(self) -> None:
-        """Weights are loaded, the first pass is next."""
+        """The weights are loaded, and the first pass is next."""
 
     def on_pass(self, rows: list[Sequence]) -> None:
-        """A pass begins, a walk through the layers that gives each of these rows a token."""
+        """A pass begins, one walk through the model that gives each of these rows a token."""
 
     def on_layer(self, j: int) -> None:
-        """Layer j has been computed; 0 is the embedding."""
+        """Stage j of the pass has been computed: 0 is the embedding, the last one the head."""
 
     def on_finished(self, rows: list[Sequence]) -> None:
         """These rows have ended with a pass."""
 
 
 class Observers:
-    """Several observers as one: what it is told, it tells each of them in turn."""
+    """Several observers as one, which are called in turn."""
 
     def __init__(self, *observers: Observer):
         self.observers = observers
 
     def __getattr__(self, event: str):
-        def tell(*args) -> None:
+        def call(*args) -> None:
             for observer in self.observers:
                 getattr(observer, event)(*args)
 
-        return tell
+        return call
 
 
 class TokenCounter:
@@ -47,7 +48,7 @@ class TokenCounter:
         self.before = sum(len(s.tokens) for s in rows)
 
     def new(self) -> int:
-        """Tokens that have come since the last call."""
+        """Tokens added since the last call."""
         count = sum(len(s.tokens) for s in self.rows)
         found = count - self.before
         self.before = count
@@ -55,12 +56,12 @@ class TokenCounter:
 
 
 class ProgressBar(Observer):
-    """Counts generated tokens on stderr.
+    """Shows generated tokens on stderr.
 
     Args:
-        total: the most that there can be; None if that is not known.
-        layers: of a pass, embedding and head included.
-        show: False for none.
+        total: the most tokens that can be generated; None if unknown.
+        layers: stages of a pass, embedding and head included.
+        show: False shows nothing.
     """
 
     def __init__(self, total: int | None, layers: int, show: bool):
@@ -71,7 +72,7 @@ class ProgressBar(Observer):
         self.counter = TokenCounter()
         self.passes = 0
 
-    def on_begin(self) -> None:  # not earlier: loading the weights shows a bar of its own
+    def on_begin(self) -> None:  # not earlier, since loading the weights shows its own bar
         self.bar = bar(desc="generating", total=self.total, unit="tokens", show=self.show, leave=True)
 
     def on_pass(self, rows: list[Sequence]) -> None:
@@ -85,7 +86,7 @@ class ProgressBar(Observer):
         self.bar.update(self.counter.new())
 
     def on_finished(self, rows: list[Sequence]) -> None:
-        if self.total is not None:  # those that stopped early
+        if self.total is not None:  # some may have stopped early
             self.bar.total -= sum(max(0, s.params.max_tokens - len(s.tokens)) for s in rows)
             self.bar.refresh()
 

@@ -15,8 +15,9 @@ class CompletionOutput:
     """One generated text.
 
     Attributes:
-        text: what is before the stop string or the token that ended it.
-        token_ids: all tokens that were generated, those that ended it too; logprobs: one for each.
+        text: up to the stop string or the token that ended it.
+        token_ids: all generated tokens, including those that ended it.
+        logprobs: natural logarithm of the probability of each token.
         finish_reason: "length" or "stop" (an end-of-sequence token, one of `stop_token_ids`, or a stop string).
     """
 
@@ -29,11 +30,11 @@ class CompletionOutput:
 
 @dataclass
 class RequestOutput:
-    """The outcome of one prompt: one output, or `error`, which says why it could not be run or broke off.
+    """The outcome of one prompt: one output, or `error`, which says why it could not be run or was aborted.
 
     Attributes:
-        prompt: the text or the conversation as it was given; None for token ids.
-        prompt_token_ids: what the model got; of a conversation, with all that the chat template writes around it.
+        prompt: the text or the conversation as given; None for token ids.
+        prompt_token_ids: the input of the model, with everything that a chat template adds.
     """
 
     index: int
@@ -51,8 +52,8 @@ class ScoreOutput:
         index: place among the texts.
         token_ids: of the whole text.
         token_logprobs: natural logarithm of the probability of each scored token, the last ones of the text.
-        greedy_token_ids: the token that was the most likely in the place of each of them.
-        error: why the text could not be scored, and then there is nothing else; or None.
+        greedy_token_ids: the most likely token in the place of each of them.
+        error: why the text could not be scored, in which case the lists are empty; or None.
     """
 
     index: int
@@ -68,8 +69,11 @@ class ScoreOutput:
         return [token == greedy for token, greedy in zip(scored, self.greedy_token_ids)]
 
 
+Output = RequestOutput | ScoreOutput
+
+
 def text_of(s: Sequence, tokenizer) -> str:
-    """What a sequence has generated, as text; empty without a tokenizer."""
+    """The output of a sequence as text; empty without a tokenizer."""
     if s.text is not None:
         return s.text
     shown = s.tokens[:-1] if s.finish_reason == "stop" else s.tokens
@@ -80,25 +84,38 @@ def completion(s: Sequence, tokenizer) -> CompletionOutput:
     return CompletionOutput(0, text_of(s, tokenizer), s.tokens, s.logprobs, s.finish_reason)
 
 
+def complete(output: RequestOutput, s: Sequence, tokenizer) -> RequestOutput:
+    """Fill in the output of a sequence that has ended."""
+    if s.finish_reason == "error":
+        output.error = "the model's hidden states overflowed for this prompt"
+    else:
+        output.outputs = [completion(s, tokenizer)]
+    return output
+
+
+def complete_score(output: ScoreOutput, s: Sequence, greedy_token_ids: dict[int, list[int]]) -> ScoreOutput:
+    """Fill in the output of a text that has been scored; `greedy_token_ids` by index of the text."""
+    if s.finish_reason == "error":
+        output.error = "the model's hidden states overflowed for this text"
+    else:
+        output.token_logprobs = s.logprobs
+        output.greedy_token_ids = greedy_token_ids[s.index]
+    return output
+
+
 class OutputCollector(Observer):
     """Completes the outputs of a job, and hands each on as soon as its row has ended.
 
     Args:
-        tokenizer: turns tokens into text; None for no text.
-        outputs: by index, of the prompts that have been read, with an error of every one that cannot be run.
-        on_output: gets every output.
+        outputs: by index, of the prompts that have been read; those that cannot be run have an error.
+        finish: fills in the output of a sequence that has ended.
+        on_output: receives every output.
         keeps: outputs stay in `outputs`.
     """
 
-    def __init__(
-        self,
-        tokenizer,
-        outputs: dict[int, RequestOutput],
-        on_output: Callable[[RequestOutput], None] | None = None,
-        keeps: bool = True,
-    ):
-        self.tokenizer = tokenizer
+    def __init__(self, outputs: dict[int, Output], finish: Callable, on_output: Callable | None, keeps: bool = True):
         self.outputs = outputs
+        self.finish = finish
         self.on_output = on_output
         self.keeps = keeps
 
@@ -109,46 +126,10 @@ class OutputCollector(Observer):
 
     def on_finished(self, rows: list[Sequence]) -> None:
         for s in rows:
-            output = self.outputs[s.index]
-            if s.finish_reason == "error":
-                output.error = "the model's hidden states overflowed for this prompt"
-            else:
-                output.outputs = [completion(s, self.tokenizer)]
-            self.hand_on(output)
+            self.hand_on(self.finish(self.outputs[s.index], s))
 
-    def hand_on(self, output: RequestOutput) -> None:
+    def hand_on(self, output: Output) -> None:
         if not self.keeps:
             del self.outputs[output.index]
         if self.on_output is not None:
             self.on_output(output)
-
-
-class ScoreCollector(Observer):
-    """Completes the outputs of texts that are scored, and hands each on as soon as its row has ended.
-
-    Args:
-        outputs: by index, of every text of the job.
-        greedy_token_ids: by index, the most likely token in the place of each that is scored.
-        on_output: gets every output.
-    """
-
-    def __init__(
-        self,
-        outputs: list[ScoreOutput],
-        greedy_token_ids: dict[int, list[int]],
-        on_output: Callable[[ScoreOutput], None] | None = None,
-    ):
-        self.outputs = outputs
-        self.greedy_token_ids = greedy_token_ids
-        self.on_output = on_output
-
-    def on_finished(self, rows: list[Sequence]) -> None:
-        for s in rows:
-            output = self.outputs[s.index]
-            if s.finish_reason == "error":
-                output.error = "the model's hidden states overflowed for this text"
-            else:
-                output.token_logprobs = s.logprobs
-                output.greedy_token_ids = self.greedy_token_ids[s.index]
-            if self.on_output is not None:
-                self.on_output(output)

@@ -1,4 +1,4 @@
-"""How the tokens of a sequence are chosen, and when it ends."""
+"""Sampling parameters: how the tokens of a sequence are chosen, and when it ends."""
 
 from __future__ import annotations
 
@@ -14,26 +14,25 @@ from h2o_flexgen.errors import UserError
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are chosen. Hashable: prompts of one job may have different ones.
+    """How tokens are chosen. Prompts of one job may have different ones.
 
     Attributes:
-        temperature: 0 takes the most likely token; higher flattens the distribution.
-        top_k: sample among the k most likely tokens (0, and -1 as vLLM has it: all).
-        top_p: sample among the fewest tokens whose probabilities reach p (nucleus sampling,
-            arXiv 1904.09751, section 3.1); 1: all.
-        max_tokens: output length.
-        ignore_eos: go on after the end-of-sequence token.
-        seed: random numbers depend on it, on a prompt's key (its place in the job, if none is given) and on the step,
-            and on nothing else.
-        stop: a text or several; a sequence ends as soon as what it generates contains one, and its text is what is
-            before it. Kept as a tuple.
-        stop_token_ids: ids of tokens that end a sequence as the end-of-sequence token does, also with `ignore_eos`.
-            Kept as a sorted tuple.
+        temperature: 0 takes the most likely token; higher values flatten the distribution.
+        top_k: sample among the k most likely tokens (all if 0, or -1 as in vLLM).
+        top_p: sample among the fewest tokens whose probabilities reach p (nucleus sampling, arXiv 1904.09751, section
+            3.1); 1: all.
+        max_tokens: the most tokens of the output.
+        ignore_eos: continue after the end-of-sequence token.
+        seed: random numbers depend only on it, on a prompt's key (by default its place in the job) and on the step.
+        stop: a text or several; a sequence ends as soon as its output contains one, and its text ends before it.
+            Stored as a tuple.
+        stop_token_ids: ids of tokens that end a sequence as the end-of-sequence token does, even with `ignore_eos`.
+            Stored as a sorted tuple.
 
-    Numbers of NumPy's types are welcome.
+    NumPy's numbers are accepted.
 
     Raises:
-        UserError: a value of another type or out of range, or a stop string that is empty or no text.
+        UserError: a value of another type or out of range, or a stop string that is empty or not a text.
     """
 
     temperature: float = 0.0
@@ -70,7 +69,7 @@ class SamplingParams:
         self._set("stop_token_ids", self._checked_stop_token_ids())
 
     def _set(self, name: str, value) -> None:
-        object.__setattr__(self, name, value)  # it is frozen for everybody else
+        object.__setattr__(self, name, value)  # since it is frozen
 
     def _checked_stop(self) -> tuple[str, ...]:
         stop = [self.stop] if isinstance(self.stop, str) else [] if self.stop is None else self.stop
@@ -88,14 +87,14 @@ class SamplingParams:
 
 
 def whole_number(name: str, value, least: int) -> int:
-    """As one of Python's own. Raises UserError, which calls it `name`."""
+    """The value as an int. Raises UserError, which calls it `name`, unless it is a whole number of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
         raise UserError(f"{name} must be a whole number, {least} or more, not {value!r:.60}")
     return int(value)
 
 
 def check_stop(params: SamplingParams, tokenizer, vocab: int) -> None:
-    """Raises UserError for stop strings that no tokenizer can show, and for stop tokens that there are not."""
+    """Raises UserError for stop strings without a tokenizer, and for stop tokens outside the vocabulary."""
     if params.stop and tokenizer is None:
         raise UserError("`stop` needs a tokenizer, and this model has none: leave it out")
     if params.stop_token_ids and params.stop_token_ids[-1] >= vocab:
@@ -103,7 +102,7 @@ def check_stop(params: SamplingParams, tokenizer, vocab: int) -> None:
 
 
 def params_of_each(given: SamplingParams | Seq[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    """The parameters of each of `count` prompts. Raises UserError for another number of them, or something else."""
+    """The parameters of each of `count` prompts. Raises UserError for another number of them, or another type."""
     if given is None or isinstance(given, SamplingParams):
         return [given or SamplingParams()] * count
     if not isinstance(given, (list, tuple)) or not all(isinstance(params, SamplingParams) for params in given):
@@ -114,16 +113,16 @@ def params_of_each(given: SamplingParams | Seq[SamplingParams] | None, count: in
 
 
 def numbers_of_each(name: str, given: int | Seq[int] | None, count: int) -> Seq[int | None]:
-    """A number of tokens for each of `count` texts. Raises UserError for another number of them, or one that is
-    none."""
+    """A number of tokens for each of `count` texts. Raises UserError for a wrong count, or anything but whole
+    numbers."""
     if given is None or isinstance(given, Integral):
         return [given if given is None else whole_number(f"`{name}`", given, 1)] * count
     return _numbers_of_each(name, "texts", given, count, 1)
 
 
 def keys_of_each(given: Seq[int] | None, count: int) -> Seq[int]:
-    """The keys of `count` prompts, by default their places. Raises UserError for another number of them, or one that is
-    none."""
+    """The keys of `count` prompts, by default their places. Raises UserError for a wrong count, or anything but whole
+    numbers below 2**64."""
     if given is None:
         return range(count)
     keys = _numbers_of_each("keys", "prompts", given, count, 0)
@@ -141,7 +140,7 @@ def _numbers_of_each(name: str, of: str, given, count: int, least: int) -> list[
 
 
 def list_of(what: str, given) -> list:
-    """What a user gave as a list, or another collection with an order. Raises UserError, which begins with `what`."""
+    """A user's list, or other ordered collection, as a list. Raises UserError, whose message begins with `what`."""
     if isinstance(given, (str, bytes, dict, set, frozenset)):
         raise UserError(f"{what}, not {type(given).__name__}")
     try:

@@ -1,5 +1,5 @@
-"""Prompts that begin alike, as a tree: what they have in common is computed once (as RadixAttention does, arXiv
-2312.07104, section 3, but exactly, with scores, and for as long as rows wait for it).
+"""Shared prefixes of prompts, as a tree: each is computed once (as in RadixAttention, arXiv 2312.07104, section 3, but
+exactly, with scores, and kept only as long as rows wait for it).
 
     instructions (400 tokens)           node
         example text 1 (300 tokens)         node
@@ -16,23 +16,22 @@ from dataclasses import dataclass, field
 
 from h2o_flexgen.kv_cache.rule import Text
 
-#: tokens that a node saves at least, over all rows: fewer cost more than they save, since each node is one more call of
-#: attention in every layer
+#: fewest tokens that a node must save over all rows, since each node costs one more call of attention in every layer
 LEAST_SAVED = 64
-#: and tokens that it has at least: else every row behind it would make a call more than it is worth
+#: fewest tokens of a node, since each row after it costs one more call
 LEAST_TOKENS = 8
 
 
 @dataclass(eq=False)
 class Node:
-    """The beginning of several prompts.
+    """A prefix that several prompts share.
 
     Attributes:
-        parent: the node of its own beginning.
-        prompt: token ids, those of the parent first.
-        ahead: tokens of the prompts behind it whose queries alone give scores (`CacheRule.voters`).
+        parent: the node of its own prefix.
+        prompt: token ids, beginning with the parent's.
+        ahead: tokens after it whose queries alone give scores (`CacheRule.voters`).
         waiting: rows that begin with it and have not been computed.
-        texts: by layer, K, V and what the rule remembers of the tokens behind the parent's, with the scores of all.
+        texts: by layer, K, V and the rule's state for the tokens after the parent's, with the scores of all tokens.
     """
 
     parent: Node | None
@@ -41,7 +40,7 @@ class Node:
     waiting: int = 0
     texts: dict[int, Text] = field(default_factory=dict)
 
-    length = 0  # tokens that came before, as a `Sequence` has
+    length = 0  # cached tokens, as in a `Sequence`
 
     @property
     def end(self) -> int:
@@ -49,38 +48,38 @@ class Node:
 
     @property
     def wanted(self) -> int:
-        """No logits are."""
+        """The first token whose logits are wanted: none."""
         return self.end
 
     def path(self) -> list[Node]:
-        """All nodes from the first one to this."""
+        """All nodes from the root to this one."""
         return [self] if self.parent is None else [*self.parent.path(), self]
 
     def text(self, layer: int) -> Text:
-        """All tokens."""
+        """K, V and scores of all tokens in a layer."""
         own = self.texts[layer]
         return own if self.parent is None else own.behind(self.parent.text(layer))
 
 
 def nodes_of(row) -> list[Node]:
-    """The nodes that a row, or a piece of rows, is behind, from the first one on."""
+    """The nodes of the prefix of a row, or of a piece of rows, from the root on."""
     return row.path.path() if row.path else []
 
 
 def order(rows: list, limit: Callable[[object], int], ahead: int, nodes: dict[tuple[int, ...], Node]) -> list:
-    """Rows in the order in which they should wait, the longest outputs and prompts first among their kind and equal
-    ones as they are, each with its `path`.
+    """Set the `path` of each row, and sort rows in the order in which they should wait: depth first, then the longest
+    outputs and prompts, otherwise in the order given.
 
     Args:
         limit: how many tokens of a row's prompt it may share.
-        ahead: as `Node` has it.
-        nodes: that have been made before, by their token ids; new ones are added.
+        ahead: as in `Node`.
+        nodes: existing nodes by their token ids; new ones are added.
     """
     given = rows
-    # by what they may share: a row that may share little would stand between two that may share more
+    # by the part that they may share: otherwise a row that may share little could separate two that may share more
     rows = sorted(rows, key=lambda s: s.prompt[: limit(s)])
-    common = [0, *(_common(a, b, limit) for a, b in zip(rows, rows[1:])), 0]  # of row n and the one before
-    groups = [(0, len(rows), 0, None)]  # rows from, to; tokens that they have in common; the node that they are behind
+    common = [0, *(_common(a, b, limit) for a, b in zip(rows, rows[1:])), 0]  # tokens shared by rows n - 1 and n
+    groups = [(0, len(rows), 0, None)]  # (first row, end, shared tokens, node of the prefix)
     for node in nodes.values():
         node.waiting = 0
     while groups:
@@ -103,8 +102,7 @@ def order(rows: list, limit: Callable[[object], int], ahead: int, nodes: dict[tu
 
 
 def shared_tokens(rows: list) -> tuple[int, int]:
-    """What there is to share: the most tokens that two rows have in common, and the tokens of all that need not be
-    computed again."""
+    """The most tokens that two rows share, and the number of tokens that need not be computed again."""
     rows = sorted(rows, key=lambda s: s.prompt)
     common = [_common(a, b, lambda s: min(s.wanted, len(s.prompt) - 1)) for a, b in zip(rows, rows[1:])]
     common = [tokens for tokens in common if tokens >= LEAST_TOKENS]
@@ -112,7 +110,7 @@ def shared_tokens(rows: list) -> tuple[int, int]:
 
 
 def _common(a, b, limit: Callable[[object], int]) -> int:
-    """Tokens with which two rows begin."""
+    """The length of the prefix that two rows share."""
     most = min(limit(a), limit(b))
     if a.prompt[:most] == b.prompt[:most]:
         return most
@@ -120,14 +118,14 @@ def _common(a, b, limit: Callable[[object], int]) -> int:
 
 
 def _runs(common: list[int], begin: int, end: int, depth: int) -> list[tuple[int, int]]:
-    """(from, to) of rows that have more than `depth` tokens in common with their neighbours."""
+    """(begin, end) of runs of rows that share more than `depth` tokens with their neighbours."""
     cuts = [n for n in range(begin + 1, end) if common[n] <= depth]
     return list(zip([begin, *cuts], [*cuts, end]))
 
 
 def _depth_first(rows: list) -> list:
-    """Rows, and nodes with all rows behind them: those that are alive first, then the longest."""
-    longest: dict[Node, tuple[int, int]] = {}  # of the rows behind each node
+    """Rows sorted so that those of a node stay together: nodes that have been computed first, then the longest."""
+    longest: dict[Node, tuple[int, int]] = {}  # of the rows that begin with each node
     for s in rows:
         for node in nodes_of(s):
             longest[node] = max(longest.get(node, (0, 0)), _size(s))

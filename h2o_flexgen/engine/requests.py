@@ -1,24 +1,55 @@
-"""Prompts and texts of a job, as sequences for the engine and outputs that it will complete."""
+"""The prompts and texts of a job, as sequences for the engine and outputs that it completes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
-from itertools import count, repeat
+from dataclasses import dataclass, replace
+from itertools import chain, count, islice, repeat
 
 from h2o_flexgen.engine.batch import Sequence
-from h2o_flexgen.engine.messages import is_conversation, messages_of
+from h2o_flexgen.engine.messages import Conversation, is_conversation
 from h2o_flexgen.engine.model import LoadedModel, Prompt
 from h2o_flexgen.engine.outputs import RequestOutput, ScoreOutput
-from h2o_flexgen.engine.params import SamplingParams, check_stop, numbers_of_each
+from h2o_flexgen.engine.params import (
+    SamplingParams,
+    check_stop,
+    keys_of_each,
+    list_of,
+    numbers_of_each,
+    params_of_each,
+    whole_number,
+)
+from h2o_flexgen.engine.prefixes import shared_tokens
+from h2o_flexgen.engine.step import LogitsSink
 from h2o_flexgen.errors import UserError
+from h2o_flexgen.planning.workload import WINDOW, Workload
+from h2o_flexgen.policy import KVBudget
+
+
+@dataclass(frozen=True)
+class JobSpec:
+    """Rows that have been admitted, and how to run them.
+
+    Attributes:
+        rows: read as places become free.
+        workload: of all rows.
+        kv_budget, compress_cache: as for `LLM`.
+        sink: receives the logits; None samples tokens.
+    """
+
+    rows: Iterable[Sequence]
+    workload: Workload
+    kv_budget: KVBudget | str | None = None
+    compress_cache: str | None = None
+    sink: LogitsSink | None = None
 
 
 def admit(model: LoadedModel, prompt: Prompt, gen_len: int, rolling: bool) -> list[int]:
-    """Token ids of a prompt, if an output of `gen_len` tokens fits behind it.
+    """Token ids of a prompt, if there is room for an output of `gen_len` tokens.
 
     Args:
-        rolling: positions roll, so that the output may go on past the model's.
+        rolling: positions roll, so that the output may outgrow the model's.
 
     Raises:
         UserError: it is too long, or as `LoadedModel.encode`.
@@ -32,13 +63,13 @@ class Requests:
     """The prompts of a job, admitted as they are read.
 
     Args:
-        each: (prompt, its parameters, its key) of each.
+        each: (prompt, parameters, key) of each.
         rolling: positions roll.
-        skip_errors: a prompt that cannot be run has an output with an error; else its error is raised.
+        skip_errors: a prompt that cannot be run becomes an output with an error; otherwise its error is raised.
 
     Attributes:
-        outputs: by index, of the prompts that have been read; whoever hands one on may take it out.
-        refused: what to do with the output of a prompt that cannot be run; None: it waits.
+        outputs: by index, of the prompts that have been read; whoever passes one on may remove it.
+        refused: called with the output of a prompt that cannot be run; None leaves it in `outputs`.
         limits: tokens of the longest prompt and the longest output that the job is planned for; None before.
     """
 
@@ -59,7 +90,8 @@ class Requests:
 
     def __iter__(self) -> Iterator[Sequence]:
         for index, (prompt, params, key) in enumerate(self.each):
-            output = self.outputs[index] = RequestOutput(index, _shown(prompt), [])
+            output = RequestOutput(index, _shown(prompt), [])
+            self.outputs[index] = output
             try:
                 yield self._admitted(output, prompt, params, key)
             except UserError as e:
@@ -69,22 +101,60 @@ class Requests:
                 if self.refused is not None:
                     self.refused(output)
 
+    def read_ahead(
+        self, longest: int | None, kv_budget: KVBudget | str | None, compress_cache: str | None
+    ) -> tuple[Iterator[Sequence], Workload | None]:
+        """Rows that are read as they are asked for, and the workload of a job that runs a window of them at a time; no
+        workload if none can be run. If there are more than a window, the first ones stand for all.
+
+        Args:
+            longest: tokens of the longest prompt, if that is known.
+            kv_budget, compress_cache: as for `LLM`.
+
+        Raises:
+            UserError: the longest prompt is not known, but the slots of the KV cache depend on it.
+        """
+        rows = iter(self)
+        first = list(islice(rows, WINDOW))
+        workload = workload_of(first)
+        if workload is None:
+            return rows, None
+        if len(first) == WINDOW:
+            has_ratio = isinstance(kv_budget, KVBudget) and (kv_budget.hh_ratio, kv_budget.recent_ratio) != (None, None)
+            if longest is None and (has_ratio or "auto" in (kv_budget, compress_cache)):
+                raise UserError(
+                    "a KV budget that is a ratio, or auto, depends on the longest prompt, which an iterator does not "
+                    "tell: give `longest_prompt`, or the budget in slots"
+                )
+            longest = workload.longest if longest is None else whole_number("`longest_prompt`", longest, 1)
+            workload = replace(workload, prompt_lens=(longest, *workload.prompt_lens[1:]))
+        self.limits = (workload.longest, workload.gen_len)
+        return chain(first, rows), replace(workload, window=WINDOW)
+
     def _admitted(self, output: RequestOutput, prompt: Prompt, params: SamplingParams, key: int) -> Sequence:
-        ids = output.prompt_token_ids = admit(self.model, prompt, params.max_tokens, self.rolling)
+        ids = admit(self.model, prompt, params.max_tokens, self.rolling)
+        output.prompt_token_ids = ids
         check_stop(params, self.model.tokenizer, self.model.spec.vocab)
-        for name, tokens, most in zip(
-            ("longest_prompt", "max_tokens"), (len(ids), params.max_tokens), self.limits or ()
-        ):
-            if tokens > most:
-                raise UserError(f"it has {tokens} tokens, more than the {most} of `{name}` that the job is planned for")
+        if self.limits is not None:
+            tokens = {"longest_prompt": len(ids), "max_tokens": params.max_tokens}
+            for (name, count), most in zip(tokens.items(), self.limits):
+                if count > most:
+                    raise UserError(f"{count} tokens are more than the {most} of `{name}` that the job is planned for")
         return Sequence(output.index, ids, params, key)
 
 
-def each_of(prompts: Iterable[Prompt], params, keys) -> Iterator[tuple[Prompt, SamplingParams, int]]:
-    """Prompts with their parameters and keys, which may be iterators too.
+def list_each(prompts, params, keys) -> Iterator[tuple[Prompt, SamplingParams, int]]:
+    """Prompts with their parameters and keys; arguments and errors are those of `LLM.generate`."""
+    what = "`prompts` must be a text, or a list of texts, lists of token ids and conversations"
+    prompts = [prompts] if isinstance(prompts, str) else list_of(what, prompts)
+    return zip(prompts, params_of_each(params, len(prompts)), keys_of_each(keys, len(prompts)))
+
+
+def read_each(prompts: Iterable[Prompt], params, keys) -> Iterator[tuple[Prompt, SamplingParams, int]]:
+    """As `list_each`, from iterators.
 
     Raises:
-        UserError: there are fewer of them than of the prompts.
+        UserError: there are fewer parameters or keys than prompts.
     """
     many_params = repeat(params or SamplingParams()) if params is None or isinstance(params, SamplingParams) else params
     rest = (iter(many_params), count() if keys is None else iter(keys))
@@ -96,9 +166,9 @@ def each_of(prompts: Iterable[Prompt], params, keys) -> Iterator[tuple[Prompt, S
 
 
 def _shown(prompt: Prompt) -> str | Seq[dict] | None:
-    if is_conversation(prompt):
-        return messages_of(prompt)
-    return prompt if isinstance(prompt, str) else None
+    if isinstance(prompt, Conversation):
+        return prompt.messages
+    return prompt if isinstance(prompt, str) or is_conversation(prompt) else None
 
 
 def to_score(
@@ -108,8 +178,8 @@ def to_score(
     first_scored: int | Seq[int] | None,
     rolling: bool,
 ) -> tuple[list[Sequence], list[ScoreOutput], dict[int, list[int]]]:
-    """Sequences of the texts, the outputs of all texts, and by index the tokens to be scored. Arguments and errors are
-    those of `LLM.score`; a text that cannot be scored has an `error` in its output, and no sequence."""
+    """Sequences of the texts, the outputs of all texts, and by index the tokens to score. Arguments and errors are as
+    for `LLM.score`; a text that cannot be scored has an `error` in its output, and no sequence."""
     sequences = []
     outputs = []
     targets = {}
@@ -121,13 +191,17 @@ def to_score(
         try:
             if is_conversation(text):
                 raise UserError("a text or a list of token ids can be scored, not a conversation")
-            ids = output.token_ids = model.encode(text)
-            begin = its_prompt_len or len(ids) - 1  # what is behind it is decoded
+            ids = model.encode(text)
+            output.token_ids = ids
+            begin = its_prompt_len or len(ids) - 1  # tokens after it are decoded
             first = first or its_prompt_len or 1
             is_stream = rolling and its_prompt_len is not None
-            model.spec.check_length(*((begin, len(ids) - begin, True) if is_stream else (len(ids),)))
+            if is_stream:
+                model.spec.check_length(begin, len(ids) - begin, True)
+            else:
+                model.spec.check_length(len(ids))
             if len(ids) <= first or len(ids) <= begin:
-                raise UserError(f"the text has {len(ids)} tokens, none behind the first {first} to be scored")
+                raise UserError(f"the text has {len(ids)} tokens, none to score after the first {first}")
             if its_prompt_len is not None and first > its_prompt_len:
                 raise UserError(f"`first_scored` is {first}: at most `prompt_len` {its_prompt_len}")
             targets[index] = ids[first:]
@@ -136,3 +210,13 @@ def to_score(
         except UserError as e:
             output.error = str(e)
     return sequences, outputs, targets
+
+
+def workload_of(rows: list[Sequence]) -> Workload | None:
+    """The workload of rows that are all known; None if there are none."""
+    if not rows:
+        return None
+    path, shared = shared_tokens(rows)
+    prompt_lens = sorted((len(s.prompt) for s in rows), reverse=True)
+    gen_lens = [s.params.max_tokens for s in rows]
+    return Workload(tuple(prompt_lens), max(gen_lens), path=path, shared=shared, output_tokens=sum(gen_lens))

@@ -12,7 +12,7 @@ import torch
 from h2o_flexgen.engine.batch import Sequence
 from h2o_flexgen.engine.model import LoadedModel
 from h2o_flexgen.engine.observer import Observer
-from h2o_flexgen.engine.report import Meter, Report
+from h2o_flexgen.engine.report import Meter, report_of
 from h2o_flexgen.engine.scheduler import Scheduler
 from h2o_flexgen.engine.step import LogitsSink, Walk
 from h2o_flexgen.engine.stores import Stores
@@ -21,6 +21,7 @@ from h2o_flexgen.errors import UserError
 from h2o_flexgen.machine import memory
 from h2o_flexgen.machine.device import Device
 from h2o_flexgen.models.rope import unchanged
+from h2o_flexgen.planning.execution_plan import ExecutionPlan
 from h2o_flexgen.policy import MARGIN
 from h2o_flexgen.storage.decoded import Decoded
 from h2o_flexgen.storage.transport import Transport
@@ -33,15 +34,15 @@ NAN_EVERYWHERE = (
 )
 
 
-#: so many rows that give NaN, and none that does not, are the model's fault
+#: if this many rows give NaN, and no other row has run, the model is at fault
 MANY_FAILED = 8
 
 
 class Runner:
-    """Runs jobs of one model, one at a time. Weights stay from one job to the next that places them alike.
+    """Runs jobs of one model, one at a time. Weights stay loaded if the next job places them alike.
 
     Args:
-        offload_root: folder for the files of what is offloaded to disk.
+        offload_root: folder for offloaded data.
         gpu_mem: the most bytes of device memory, with CUDA.
         progress: show bars on stderr while weights load.
     """
@@ -54,14 +55,14 @@ class Runner:
         self.transport: Transport | None = None
         self.weights: WeightStore | None = None
         self.streams: Streams | None = None
-        self._placed = None  # the tiers of the weights, whether there is overlap, and how they were decoded
+        self._placed = None  # (tiers of the weights, overlap, how they were decoded)
         if device.is_cuda:
             device.start(gpu_mem)
         memory.hold_heap()
         self._at_start = memory.baseline()
 
     def available(self) -> dict[str, int]:
-        """Bytes that may be planned for on each tier, for a job that takes over what this one's weights hold."""
+        """Bytes that a plan may use of each tier; those that loaded weights hold count as free."""
         ram = int(MARGIN * memory.ram_in_all())
         disk = int(MARGIN * memory.disk_free(self.offload_root)) + self.model.source.copy_bytes
         found = {"gpu": ram, "cpu": ram, "disk": disk}
@@ -73,27 +74,28 @@ class Runner:
         return found
 
     def baseline(self) -> int:
-        """Bytes of RAM that this process holds besides the weights: libraries, prompts, other models. Not less than at
-        the start, since some of the weights may not be resident (swapped, or never touched)."""
+        """Bytes of RAM that this process holds besides the weights: libraries, prompts, other models. At least as many
+        as at the start, since some of the weights may not be resident (swapped, or never touched)."""
         now = memory.baseline() if self.weights is None else memory.held() - self.weights.held_bytes(cuda=False)
         return max(self._at_start, now)
 
-    def run(self, job, rows: Iterable[Sequence], sink: LogitsSink, observer: Observer, window: int) -> Report:
-        """Take all rows through the job; returns its report.
+    def run(
+        self, job: ExecutionPlan, rows: Iterable[Sequence], sink: LogitsSink, observer: Observer, window: int
+    ) -> dict:
+        """Run all rows; returns the report of the job.
 
         Args:
-            job: a `planning.planner.Choice`, which says what to run and where everything goes.
-            window: rows that are read ahead at most.
+            window: the most rows that are read ahead.
 
         Raises:
-            UserError: weights that cannot be read, or hold NaN; RAM that cannot be pinned; the disk is full or cannot
-                be read; CUDA is out of memory; the model gives NaN for every prompt of several.
+            UserError: weights cannot be read, or hold NaN; RAM cannot be pinned; the disk is full or cannot be read;
+                CUDA is out of memory; the model gives NaN for all of several prompts.
         """
         with self.guard():
             return self._run(job, rows, sink, observer, window)
 
-    def open(self, job, count: int) -> Streams:
-        """Empty caches of `count` streams, which are one block of the job. No others may be open.
+    def open(self, job: ExecutionPlan, count: int) -> Streams:
+        """Open `count` streams, which are one block of the job, with empty caches. No others may be open.
 
         Raises:
             UserError: as `run`.
@@ -104,15 +106,15 @@ class Runner:
         return self.streams
 
     def end_streams(self, why: str) -> None:
-        """Give the caches of open streams back. `why`: for the message that who uses them gets."""
+        """Free the caches of open streams. `why`: for the error that later calls of theirs raise."""
         if self.streams is not None:
             self.streams.end(why)
             self.streams = None
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """Inside, signals wait. After an exception nothing is left: no threads, no weights, no files; who keeps the
-        exception, as an interactive session does, keeps none of them either."""
+        """Defer signals, and after an exception free everything: threads, weights and files. Whoever keeps the
+        exception, as an interactive session does, keeps none of them alive."""
         try:
             with interrupts.deferred():
                 yield
@@ -126,7 +128,9 @@ class Runner:
                 ) from None
             raise
 
-    def _run(self, job, rows: Iterable[Sequence], sink: LogitsSink, observer: Observer, window: int) -> Report:
+    def _run(
+        self, job: ExecutionPlan, rows: Iterable[Sequence], sink: LogitsSink, observer: Observer, window: int
+    ) -> dict:
         self._load_weights(job)
         stores = Stores(self.model, job, self.weights, self.transport)
         scheduler = scheduler_of(stores, rows, window)
@@ -134,7 +138,7 @@ class Runner:
         walk = Walk(stores, sink, observer, meter)
         observer.on_begin()
         meter.start()
-        failed: list[Sequence] = []  # while every row has: then it is the model's fault
+        failed: list[Sequence] = []  # held back while no row has succeeded: the model may be at fault
         is_sound = False
         while (pass_ := scheduler.next()) is not None:
             observer.on_pass(pass_.rows)
@@ -157,12 +161,12 @@ class Runner:
             observer.on_finished(failed)
         stores.caches.drain()
         meter.stop()
-        report = Report.of(stores, meter)
+        report = report_of(stores, meter)
         stores.close()
         return report
 
-    def _load_weights(self, job) -> None:
-        """Unless those that are loaded are placed as the job wants them."""
+    def _load_weights(self, job: ExecutionPlan) -> None:
+        """Load the weights, unless they are already placed as the job wants them."""
         placed = (job.placement.weights, job.policy.overlap, job.decoding)
         if placed == self._placed:
             return
@@ -173,13 +177,10 @@ class Runner:
         if job.decoding is not None:
             layers = job.decoding.layers
             source = Decoded(source, job.decoding.formats)
-        gathered = {short: tensor for layer in layers for short, tensor in layer.gathered.items()}
-        streamed = [layer.streamed for layer in layers]
         self.weights = WeightStore(
             self.transport,
             self.model.dtype,
-            streamed,
-            gathered,
+            layers,
             job.placement.weights,
             source,
             self.progress,
@@ -189,11 +190,13 @@ class Runner:
         self._placed = placed
 
     def close(self, why: str = "its model was closed") -> None:
-        """Give memory, threads and files back; the next `run` starts anew."""
+        """Free memory, threads and files; the next `run` loads the weights again."""
         if self.transport is not None:
             self.transport.close()
         self.end_streams(why)
-        self.transport = self.weights = self._placed = None
+        self.transport = None
+        self.weights = None
+        self._placed = None
         self.device.unpin()
         self.device.release_cached()
 
@@ -204,12 +207,19 @@ def scheduler_of(stores: Stores, rows: Iterable[Sequence], window: int) -> Sched
     spec = stores.model.spec
 
     def shareable(s: Sequence) -> int:
-        """A token of its own gives the logits; voters must see the prompt's end; and RoPE that turns by the length of
-        the text turns long texts otherwise than their beginnings."""
+        """Not the last tokens, since logits and voters need the end of the prompt itself; nothing where RoPE rotates a
+        long text differently from its beginning."""
         if spec.rope is not None and len(s.prompt) > unchanged(spec.rope):
             return 0
         return max(0, min(s.wanted, len(s.prompt) - max(1, job.rule.voters), job.shared_tokens))
 
-    policy = job.policy
-    limits = (job.rule.voters, window, job.least_free)
-    return Scheduler(rows, stores.sizes, policy.prefill_tokens, stores.slots, shareable, *limits)
+    return Scheduler(
+        rows,
+        stores.sizes,
+        job.policy.prefill_tokens,
+        stores.slots,
+        shareable,
+        ahead=job.rule.voters,
+        window=window,
+        least=job.least_free,
+    )

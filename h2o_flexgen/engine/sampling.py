@@ -1,4 +1,4 @@
-"""From logits to tokens: sampled ones, or those of a text that is scored."""
+"""From logits to tokens: sampled ones, or those of a text to score."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from h2o_flexgen.engine.stop import StopStrings, decode
 from h2o_flexgen.kernels.rowwise import maxima
 from h2o_flexgen.planning.workload import SAMPLE_ROWS
 
-#: below this temperature only the most likely token has a chance, and dividing by it would overflow
+#: at lower temperatures sampling is greedy, and dividing by them would overflow
 GREEDY_BELOW = 1e-6
 
 
 class Sampler:
-    """Appends the tokens of each step to the sequences that still run, each by its own parameters.
+    """A sink of logits that samples a token for each sequence that still runs, by its own parameters.
 
     Args:
-        eos_ids: token ids that end a sequence, unless its parameters ignore them; its `stop_token_ids` do always.
+        eos_ids: token ids that end a sequence, unless its parameters ignore them; its `stop_token_ids` always do.
         tokenizer: for stop strings; None if no sequence has any.
     """
 
@@ -32,7 +32,7 @@ class Sampler:
         self.stop_strings = StopStrings(tokenizer)
 
     def take(self, sequences: list[Sequence], logits: Tensor) -> None:
-        """As `step.LogitsSink`. A sequence with a row that is not finite ends in an error."""
+        """As `step.LogitsSink`. A sequence with logits that are not finite ends with an error."""
         draws = [(s.key, len(s.tokens)) for s in sequences]
         tokens, logprobs = sample(logits, [s.params for s in sequences], draws)
         for s, token, logprob in zip(sequences, tokens.tolist(), logprobs.tolist()):
@@ -46,7 +46,7 @@ class Sampler:
         if s.params.stop:
             s.text = self.stop_strings.text_before(s.tokens, s.params.stop)
         if is_end and s.text is not None:
-            # a stop string may begin within the text of the last token, which is left out
+            # a stop string may begin inside the text of the last token, which is left out
             s.text = min(s.text, decode(self.stop_strings.tokenizer, s.tokens[:-1]), key=len)
         if is_end or s.text is not None:
             s.finish_reason = "stop"
@@ -58,11 +58,11 @@ class TeacherForcing:
     """A sink of logits that continues each sequence with the tokens of its text, and scores them.
 
     Args:
-        targets: the tokens to score by the index of the sequence, behind each token of its prompt whose logits are
-            wanted; those behind the prompt are also the inputs of the next steps.
+        targets: the tokens to score, by index of the sequence: one after each token of its prompt whose logits are
+            wanted, then the inputs of the next steps.
 
     Attributes:
-        greedy_token_ids: by the index of the sequence, the most likely token in the place of each that is scored.
+        greedy_token_ids: by index of the sequence, the most likely token in the place of each scored one.
     """
 
     def __init__(self, targets: dict[int, list[int]]):
@@ -86,9 +86,9 @@ def sample(logits: Tensor, params: list[SamplingParams], draws: list[tuple[int, 
 
     Args:
         logits: (B, V) of any float type.
-        params: B of them.
-        draws: (key below 2**64, tokens that the row has generated) of each row. With its seed they decide its random
-            number, so that batch sizes, neighbours and the pass do not.
+        params: of each of the B rows.
+        draws: (key below 2**64, tokens that the row has generated) of each row. They and the seed alone decide its
+            random number, whatever its batch, its neighbours and the pass.
 
     Returns:
         tokens (B,) int64, and their log-probabilities under the model (B,) fp32, NaN where a row's logits are
@@ -96,21 +96,21 @@ def sample(logits: Tensor, params: list[SamplingParams], draws: list[tuple[int, 
     """
     chosen = []
     logprobs = []
-    # a few rows at a time: they stay in the caches of a CPU, which takes half the time
+    # a few rows at a time, which stay in the CPU's caches, take half the time
     for at in range(0, len(logits), SAMPLE_ROWS):
         rows = logits[at : at + SAMPLE_ROWS]
         tokens, sums = maxima(rows)
-        for alike in _alike(params[at : at + SAMPLE_ROWS]):
-            few = [params[at + row] for row in alike]
-            its_draws = [draws[at + row] for row in alike]
-            tokens[alike] = _draw(rows[alike].float() / few[0].temperature, few, its_draws)
+        for group in _groups(params[at : at + SAMPLE_ROWS]):
+            group_params = [params[at + row] for row in group]
+            group_draws = [draws[at + row] for row in group]
+            tokens[group] = _draw(rows[group].float() / group_params[0].temperature, group_params, group_draws)
         chosen.append(tokens)
         logprobs.append(_logits_of(rows, tokens) - sums)
     return torch.cat(chosen).cpu(), torch.cat(logprobs).cpu()
 
 
-def _alike(params: list[SamplingParams]) -> Iterable[list[int]]:
-    """The rows that are drawn, by groups whose parameters differ in nothing but the seed and where a text ends."""
+def _groups(params: list[SamplingParams]) -> Iterable[list[int]]:
+    """The rows that are not greedy, in groups with the same temperature, top_k and top_p."""
     groups = defaultdict(list)
     for row, p in enumerate(params):
         if p.temperature >= GREEDY_BELOW:
@@ -119,7 +119,7 @@ def _alike(params: list[SamplingParams]) -> Iterable[list[int]]:
 
 
 def _draw(logits: Tensor, params: list[SamplingParams], draws: list[tuple[int, int]]) -> Tensor:
-    """A token for each row of logits (B, V), which are divided by the temperature."""
+    """Draw a token for each row of logits (B, V), which have been divided by the temperature."""
     top_k = params[0].top_k
     top_p = params[0].top_p
     if 0 < top_k < logits.shape[1]:
@@ -138,13 +138,13 @@ def _draw(logits: Tensor, params: list[SamplingParams], draws: list[tuple[int, i
 
 
 def _uniform(seed: int, key: int, step: int) -> float:
-    """A number in [0, 1) from a counter: the same for the same three arguments, whatever was drawn before."""
-    counter = np.array([0, 0, key, step], np.uint64)  # of a list with a large number NumPy makes floats
+    """A random number in [0, 1) that depends on the arguments alone, from a counter-based generator."""
+    counter = np.array([0, 0, key, step], np.uint64)  # from a list with a large number NumPy would make floats
     return float(np.random.Generator(np.random.Philox(key=seed, counter=counter)).random(dtype=np.float32))
 
 
 def score_rows(logits: Tensor, targets: Tensor) -> tuple[list[float], list[int]]:
-    """For each row of logits (B, V) the log-probability of its target (B,), in fp32, and the most likely token."""
+    """For each row of logits (B, V), the log-probability of its target (B,) in fp32, and the most likely token."""
     logprobs = []
     greedy = []
     for rows, target in zip(logits.split(SAMPLE_ROWS), targets.to(logits.device).split(SAMPLE_ROWS)):
@@ -155,5 +155,5 @@ def score_rows(logits: Tensor, targets: Tensor) -> tuple[list[float], list[int]]
 
 
 def _logits_of(rows: Tensor, tokens: Tensor) -> Tensor:
-    """Of a token (B,) for each row of logits (B, V), in fp32."""
+    """The logits (B,) in fp32 of one of `tokens` (B,) for each row (B, V)."""
     return rows.gather(1, tokens[:, None])[:, 0].float()

@@ -1,6 +1,6 @@
-"""Which rows prefill and which decode in a pass, one walk through the layers. Pure Python, no tensors.
+"""The scheduler: which rows prefill and which decode in a pass, one walk through the model. Pure Python, no tensors.
 
-A block has places for as many rows as the policy says. A row that has ended leaves its place to one that waits, which
+A block has as many places for rows as the policy says. A row that has ended leaves its place to a waiting one, which
 prefills while the others decode:
 
     place 0   | prompt A | A | A |          | prompt E | E | E |
@@ -8,8 +8,8 @@ prefills while the others decode:
     place 2   | prompt C | C |   | prompt D | D        | D |   |
     pass        0          1   2   3          4          5   6
 
-The places in use are the first ones of each batch: the last rows move up. When nothing waits any more batches shrink
-until the last row has ended.
+The places in use are the first ones of each batch: the last rows move up. Once no row waits, batches shrink until the
+last row has ended.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from h2o_flexgen.engine.prefixes import Node, nodes_of, order
 
 @dataclass
 class BatchPass:
-    """What happens in the places of a batch in a pass.
+    """One batch in a pass.
 
     Attributes:
+        rows: by place.
         moves: (from, to) of rows that have moved up.
-        places: to which a row has come, moved or new.
-        rows: all rows in use, by their places.
-        opens: the longest prompt and output of the rows that the batch is opened for, if it was empty.
+        places: that have got a row, moved or new.
+        opens: (longest prompt, longest output) to lay the batch out for, if it was empty.
     """
 
     rows: list[Sequence]
@@ -40,17 +40,17 @@ class BatchPass:
 
     @property
     def will_end(self) -> bool:
-        """Whether every row ends with its next token, so far as is known."""
+        """Whether every row is known to end with its next token."""
         return all(s.will_end for s in self.rows)
 
 
 @dataclass
 class Pass:
-    """One walk through the layers.
+    """One walk through the model.
 
     Attributes:
-        batches: of those with rows.
-        is_last: nothing will be left to do after it.
+        batches: by number, those with rows.
+        is_last: the job is known to end with it.
     """
 
     batches: dict[int, BatchPass]
@@ -61,22 +61,25 @@ class Pass:
     def rows(self) -> list[Sequence]:
         return [s for batch in self.batches.values() for s in batch.rows]
 
+    @property
+    def pieces(self) -> list[Piece]:
+        return [piece for chunk in self.chunks for piece in chunk.pieces]
+
 
 class Scheduler:
-    """The rows of a job, in passes.
+    """Schedules the rows of a job in passes.
 
     Args:
-        rows: of the job.
         sizes: places of each batch.
-        prefill_tokens: of a micro-batch of prompts, padding included.
-        slots: (tokens of a prompt, of its output) -> slots that such a row needs, in layers that differ.
-        shareable: tokens of a row's prompt that it may share with others; None: nothing is shared.
-        ahead: as `prefixes.Node` has it.
-        window: rows that wait at most; while fewer than half of them do, more are admitted.
-        least: rows enter once so many places are free, or all that wait fit.
+        prefill_tokens: the most tokens of a micro-batch of prompts, padding included.
+        slots: (tokens of a prompt, of its output) -> slots that such a row needs in each kind of layer.
+        shareable: tokens of a row's prompt that it may share with others; None shares nothing.
+        ahead: as in `prefixes.Node`.
+        window: the most rows that wait; when fewer than half do, more are read.
+        least: rows enter when at least this many places are free, or all that wait fit.
 
     Attributes:
-        waiting: rows that have been admitted, in the order in which they will run.
+        waiting: rows that have been read, in the order in which they will run.
         running: the rows of each batch.
     """
 
@@ -101,7 +104,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.running: list[list[Sequence]] = [[] for _ in sizes]
         self._rows = iter(rows)
-        self._ahead = list(islice(self._rows, 1))  # the row behind those that have been admitted
+        self._ahead = list(islice(self._rows, 1))  # the row after those that wait
         self._room: list[tuple[int, ...]] = [()] * len(sizes)  # slots of each batch that is not empty
         self._nodes: dict[tuple[int, ...], Node] = {}
 
@@ -118,7 +121,7 @@ class Scheduler:
         ends = all(batch.will_end for batch in batches.values())
         return Pass(batches, chunks, ends and not self.waiting and not self._ahead)
 
-    # rows that come in
+    # rows that enter
 
     def _admit(self) -> None:
         if not self._ahead or len(self.waiting) * 2 >= self.window:
@@ -128,11 +131,11 @@ class Scheduler:
         self._nodes = {key: node for key, node in self._nodes.items() if node.texts}
         self.waiting = order([*self.waiting, *new], self.shareable, self.ahead, self._nodes)
         for node in self._nodes.values():
-            if not node.waiting:  # the newcomers share other beginnings with those that waited for it
+            if not node.waiting:  # with the new rows, those that waited for it share other prefixes
                 node.texts.clear()
 
     def _enter(self, batches: dict[int, BatchPass]) -> dict[int, list[Sequence]]:
-        """Give free places to rows that wait; returns the newcomers of each batch."""
+        """Give free places to waiting rows; returns the new rows of each batch."""
         free = {k: self.sizes[k] - len(batch.rows) for k, batch in batches.items()}
         entered: dict[int, list[Sequence]] = {}
         if sum(free.values()) < min(self.least, len(self.waiting), sum(self.sizes)):
@@ -148,17 +151,18 @@ class Scheduler:
         return entered
 
     def _open(self, k: int, batch: BatchPass, first: list[Sequence]) -> None:
-        """Lay an empty batch out for the rows that come first, with room for all that wait."""
+        """Lay an empty batch out for the rows that enter first, with room for all that wait."""
         longest = max(len(s.prompt) for s in first)
         output = max(s.params.max_tokens + max(0, len(s.prompt) - longest) for s in self.waiting)
-        largest = max(len(s.prompt) for s in self.waiting), max(s.params.max_tokens for s in self.waiting)
-        if not _fits(self.slots(longest, output), self.slots(*largest)):  # a cache that does not grow with the prompt
-            output = largest[1]
+        longest_waiting = max(len(s.prompt) for s in self.waiting)
+        longest_output = max(s.params.max_tokens for s in self.waiting)
+        if not _fits(self.slots(longest, output), self.slots(longest_waiting, longest_output)):
+            output = longest_output  # the cache does not grow with the prompt
         batch.opens = (longest, output)
         self._room[k] = self.slots(longest, output)
 
     def _take(self, k: int, count: int) -> list[Sequence]:
-        """The next rows for which the places of a batch have room."""
+        """Remove up to `count` waiting rows that fit into the places of a batch."""
         found: list[Sequence] = []
         left: list[Sequence] = []
         for s in self.waiting:
@@ -169,7 +173,7 @@ class Scheduler:
         self.waiting[: len(found) + len(left)] = left
         return found
 
-    # what they compute
+    # pieces that they compute
 
     def _pieces(self, batches: dict[int, BatchPass], entered: dict[int, list[Sequence]]) -> list[Piece]:
         pieces: list[Piece] = []
@@ -185,11 +189,11 @@ class Scheduler:
                 pieces.append(piece)
             if old:
                 pieces.append(Piece(k, batch.rows[:old], list(range(old))))
-        self._let_go(pieces)
+        self._note_last_uses(pieces)
         return pieces
 
-    def _let_go(self, pieces: list[Piece]) -> None:
-        """Note with which piece the nodes that no row waits for are needed for the last time."""
+    def _note_last_uses(self, pieces: list[Piece]) -> None:
+        """Set `frees` of the pieces that are the last to use a node that no row waits for."""
         for piece in pieces:
             for s in piece.rows if piece.is_prompt and piece.places else ():
                 for node in nodes_of(s):
@@ -206,7 +210,7 @@ def _fits(slots: tuple[int, ...], room: tuple[int, ...]) -> bool:
 
 
 def compacted(rows: list[Sequence]) -> BatchPass:
-    """What is left of a batch's rows, with the last ones moved to places that have become free."""
+    """The rows of a batch that still run, with the last ones moved to places that have become free."""
     kept = [place for place, s in enumerate(rows) if s.finish_reason is None]
     holes = [place for place in range(len(kept)) if rows[place].finish_reason is not None]
     moves = list(zip(reversed(kept), holes))
@@ -217,7 +221,7 @@ def compacted(rows: list[Sequence]) -> BatchPass:
 
 
 def prompt_pieces(k: int, rows: list[Sequence], places: list[int], prefill_tokens: int) -> Iterator[PromptPiece]:
-    """The prompts of a batch, as many at once as `micro_batch` says. `places`: of the rows."""
+    """The prompts of a batch, in micro-batches. `places`: of the rows."""
     begin = 0
     while begin < len(rows):
         end = begin + micro_batch(rows[begin:], prefill_tokens)
@@ -226,8 +230,8 @@ def prompt_pieces(k: int, rows: list[Sequence], places: list[int], prefill_token
 
 
 def micro_batch(rows: list[Sequence], prefill_tokens: int) -> int:
-    """How many of these rows prefill at once: those behind the same prefix, of at most `prefill_tokens` tokens, prefix
-    and padding included, or one."""
+    """How many of the first rows prefill together: at least one; several with the same prefix, and at most
+    `prefill_tokens` tokens, prefix and padding included."""
     longest = 0
     for count, s in enumerate(rows):
         longest = max(longest, len(s.prompt))

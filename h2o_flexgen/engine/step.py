@@ -1,19 +1,21 @@
-"""One pass: a walk through the layers, in each of which prompts prefill and rows decode while its weights are there.
+"""One pass: a walk through the stages of a model, in each of which prompts prefill and rows decode while the weights of
+the stage are on the device.
 
-Layer 0 is the embedding, the last one the head, those between transformer blocks. For layer j, and each chunk of the
-pass in turn:
+The stages are the embedding, a transformer block for each layer, and the head. In layer j each chunk of the pass goes,
+in turn:
 
     hidden (N, E) -> q, k, v of all its tokens -> attention, piece by piece -> MLP -> hidden (N, E)
                                                   |
-                     prompts: read (behind their prefix), keep in their places of KV block (j, k)
-                     decode step: one token more in KV block (j, k)
+                     prompts: read (after their prefix), keep in their places of KV block (j, k)
+                     decode step: append one token to KV block (j, k)
 
-A KV block is staged when the first piece of its batch attends, and written back behind the last one.
+A KV block is staged when the first piece of its batch attends, and written back after the last one.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
 from typing import Protocol
@@ -35,29 +37,31 @@ from h2o_flexgen.planning.workload import HEAD_ROWS
 from h2o_flexgen.storage.kv_store import Occupied
 from h2o_flexgen.utils import interrupts
 
-#: prefill gives gaps in the heap back where the process holds more than this multiple of the plan, and at most once in
-#: this many seconds
-GAPS_OVER_PLAN = 1.0
-GAPS_SECONDS = 0.25
+#: prefill trims the heap when the process holds more than this multiple of the plan
+TRIM_OVER_PLAN = 1.0
+#: and at most once in this many seconds
+TRIM_SECONDS = 0.25
+
+#: computes one chunk of the pass, given its number, with the weights of a stage
+Stage = Callable[[int, Chunk, Weights], None]
 
 
 class LogitsSink(Protocol):
-    """What becomes of logits: a `Sampler` makes tokens of them, `TeacherForcing` scores a text."""
+    """Consumes logits: a `Sampler` turns them into tokens, `TeacherForcing` scores a text."""
 
     def take(self, sequences: list[Sequence], logits: Tensor) -> None:
-        """Take the logits (B, V), one row for each of B sequences; one that stands several times has a row for each of
-        the last tokens of its prompt.
+        """Consume logits (B, V), one row for each of B sequences. A sequence that is listed several times has a row for
+        each of the last tokens of its prompt.
 
-        Append to each sequence that still runs the token that is the input of its next step, and set `finish_reason`
-        where a sequence ends.
+        Append the input of the next step to each sequence that still runs, and set `finish_reason` of those that end.
         """
 
 
 class Walk:
-    """Takes passes through the model.
+    """Runs passes through the model.
 
     Args:
-        sink: gets the logits.
+        sink: receives the logits.
     """
 
     def __init__(self, stores: Stores, sink: LogitsSink, observer: Observer, meter: Meter):
@@ -71,31 +75,37 @@ class Walk:
         self.dtype = stores.model.dtype
         self.family = family(self.spec.model_type)
         self.token_bytes = self.spec.hidden * self.dtype.itemsize
-        self.last = len(stores.model.layers) - 1
         self.prefetch = Prefetcher(stores)
-        self._gaps_released = time.perf_counter()
+        self._trimmed = time.perf_counter()
         self._hidden: dict[int, Tensor] = {}  # by chunk, of those that stay on the device
-        self._open: dict[int, KVTensors] = {}  # KV blocks of this layer, by batch
-        self._slots: dict[int, Tensor] = {}  # that a decode step has written, by batch
+        self._open: dict[int, KVTensors] = {}  # KV blocks of the current layer, by batch
+        self._slots: dict[int, Tensor] = {}  # written by a decode step, by batch
 
     @torch.inference_mode()
     def run(self, pass_: Pass) -> None:
-        """Afterwards each row has its next token, or has ended."""
+        """Give each row of a pass its next token, or end it."""
         self._begin(pass_)
-        for j in range(self.last + 1):
+        for number, stage in enumerate(self._stages()):
             interrupts.check()
-            self.prefetch.weights(j)
-            w = self.weights.get(j)
+            self.prefetch.weights(number)
+            w = self.weights.get(number)
             for n, chunk in enumerate(pass_.chunks):
+                interrupts.check()
                 with self.meter.chunk(chunk):
-                    self._chunk(j, n, w)
-            self.weights.release(j)
-            self.observer.on_layer(j)
-        for chunk in pass_.chunks:
-            for piece in chunk.pieces:
-                piece.advance()
-        if any(piece.is_prompt for chunk in pass_.chunks for piece in chunk.pieces):
+                    stage(n, chunk, w)
+            self.weights.release(number)
+            self.observer.on_layer(number)
+        for piece in pass_.pieces:
+            piece.advance()
+        if any(piece.is_prompt for piece in pass_.pieces):
             self.device.release_gaps()
+
+    def _stages(self) -> Iterator[Stage]:
+        """In the order of the weight store."""
+        yield self._embed
+        for layer in range(self.spec.layers):
+            yield partial(self._block, layer)
+        yield self._head
 
     def _begin(self, pass_: Pass) -> None:
         self.pass_ = pass_
@@ -103,7 +113,7 @@ class Walk:
             for k, batch in pass_.batches.items():
                 if batch.opens is not None:
                     self.stores.open(k, *batch.opens)
-        pieces = [piece for chunk in pass_.chunks for piece in chunk.pieces]
+        pieces = pass_.pieces
         self._first = {piece.batch: piece for piece in reversed(pieces) if piece.places}
         self._final = {piece.batch: piece for piece in pieces if piece.places}
         self._steps = {piece.batch: piece for piece in pieces if not piece.is_prompt}
@@ -111,44 +121,62 @@ class Walk:
         for rule, piece in product(set(self.stores.rules), pieces):
             if piece.places:
                 cached_len = max(rule.cached_len(length, prompt_end) for length, prompt_end in piece.texts_after())
-                key = rule, piece.batch
+                key = (rule, piece.batch)
                 self._cached_lens[key] = max(cached_len, self._cached_lens.get(key, 0))
-        self.prefetch.begin(pass_, lambda j, k: self._cached_lens[self.stores.rules[j - 1], k])
-        self.prefetch.caches(0, 0)
+        self.prefetch.begin(pass_, lambda layer, k: self._cached_lens[self.stores.rules[layer], k])
 
-    def _chunk(self, j: int, n: int, w: Weights) -> None:
-        """Take the tokens of a chunk through a layer."""
-        interrupts.check()
-        chunk = self.pass_.chunks[n]
-        activations = self.stores.activations
-        if j == 0:
-            hidden = self.family.embed(self.spec, w, self.weights.rows, chunk.ids(), chunk.positions)
-        elif chunk.home is None:
-            hidden = self._hidden.pop(n)
-        else:
-            hidden = activations.get(*chunk.home[:2])
-            self.prefetch.hidden(j, n)
-        if j == self.last:
-            self._logits(w, chunk, hidden)
-            return
-        if j > 0:
-            # where positions roll attention rotates: what is cached must not be
-            positions = None if self.stores.job.rule.rope else chunk.positions
-            hidden = self.family.block(self.spec, w, hidden, positions, partial(self._attend, j, chunk))
+    # stages
+
+    def _embed(self, n: int, chunk: Chunk, w: Weights) -> None:
+        self._keep(n, chunk, self.family.embed(self.spec, w, self.weights.rows, chunk.ids(), chunk.positions))
+
+    def _block(self, j: int, n: int, chunk: Chunk, w: Weights) -> None:
+        hidden = self._taken(n, chunk)
+        # where positions roll attention rotates, since keys are cached unrotated
+        positions = None if self.stores.job.rule.rope else chunk.positions
+        hidden = self.family.block(self.spec, w, hidden, positions, partial(self._attend, j, chunk))
+        self._keep(n, chunk, hidden)
+
+    def _head(self, n: int, chunk: Chunk, w: Weights) -> None:
+        """Hand the logits that are wanted to the sink."""
+        hidden = self._taken(n, chunk, is_head=True)
+        wanted = []
+        begin = 0
+        for piece in chunk.pieces:
+            wanted += [(s, begin + token) for s, token in piece.logits()]
+            begin += piece.size
+        for at in range(0, len(wanted), HEAD_ROWS):
+            interrupts.check()
+            sequences, places = zip(*wanted[at : at + HEAD_ROWS])
+            rows = hidden[list(places)] if len(places) < len(hidden) else hidden
+            self.sink.take(list(sequences), self.family.logits(self.spec, w, rows))
+
+    # hidden states between stages
+
+    def _taken(self, n: int, chunk: Chunk, is_head: bool = False) -> Tensor:
+        """The hidden states (N, E) of chunk `n`, from the stage before."""
+        if chunk.home is None:
+            return self._hidden.pop(n)
+        hidden = self.stores.activations.get(chunk.home.batch, chunk.home.number)
+        self.prefetch.hidden(n, is_head)
+        return hidden
+
+    def _keep(self, n: int, chunk: Chunk, hidden: Tensor) -> None:
+        """Keep the hidden states (N, E) of chunk `n` for the next stage."""
         if chunk.home is None:
             self._hidden[n] = hidden
-        else:
-            k, number, before = chunk.home
-            activations.put(k, number, before * self.token_bytes, hidden)
-            self._release_gaps()
+            return
+        home = chunk.home
+        self.stores.activations.put(home.batch, home.number, home.before * self.token_bytes, hidden)
+        self._trim_heap()
 
-    def _release_gaps(self) -> None:
-        """Micro-batches leave gaps in the heap, several times as large as one of them. Giving the pages back and taking
-        new ones costs up to a sixth of prefill, so it is done only where it must be."""
-        is_due = time.perf_counter() - self._gaps_released > GAPS_SECONDS
-        if is_due and memory.resident() > GAPS_OVER_PLAN * self.stores.job.plan.needed("ram"):
+    def _trim_heap(self) -> None:
+        """Micro-batches leave gaps in the heap, several times as large as one of them. Trimming the heap and growing it
+        again costs up to a sixth of prefill, so it is done only where it must be."""
+        is_due = time.perf_counter() - self._trimmed > TRIM_SECONDS
+        if is_due and memory.resident() > TRIM_OVER_PLAN * self.stores.job.plan.needed("ram"):
             self.device.release_gaps()
-            self._gaps_released = time.perf_counter()
+            self._trimmed = time.perf_counter()
 
     # attention
 
@@ -174,7 +202,7 @@ class Walk:
 
     def _read(self, j: int, piece: Piece, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Prefill. q, k, v (N, heads, D) of the prompts' tokens."""
-        rule = self.stores.rules[j - 1]
+        rule = self.stores.rules[j]
         device = self.device.torch_device
         past = piece.path and piece.path.text(j)
         q, k, v = map(piece.padded, (q, k, v))
@@ -198,46 +226,31 @@ class Walk:
         # with attention on the CPU the cache stays in RAM, and the query goes to it
         q, k, v = (x[:, :, None].to(cache.k[0].device) for x in (q, k, v))
         with cache.rows(piece.places) as rows:
-            context, slots = self.stores.rules[j - 1].decode(rows, q, k, v, piece.lengths)
+            context, slots = self.stores.rules[j].decode(rows, q, k, v, piece.lengths)
         self._slots[piece.batch] = slots
         return context[:, :, 0].to(self.device.torch_device)
 
     def _opened(self, j: int, k: int) -> KVTensors:
-        """A KV block, with the rows that have moved in their new places."""
+        """A KV block, after its rows have moved to their new places."""
         batch = self.pass_.batches[k]
         if batch.opens is not None:
-            return self.stores.caches.blank(j - 1, k)
-        rule = self.stores.rules[j - 1]
-        cache = self.stores.caches.get(j - 1, k, self._cached_lens[rule, k])
+            return self.stores.caches.blank(j, k)
+        rule = self.stores.rules[j]
+        cache = self.stores.caches.get(j, k, self._cached_lens[rule, k])
         for source, target in batch.moves:
             row = batch.rows[target]
             cache.move(source, target, rule.cached_len(row.length, row.prompt_end))
         return cache
 
     def _close(self, j: int, k: int) -> None:
-        """The KV block is stored again, or about to be, when this returns."""
+        """Store the KV block, or start to."""
         batch = self.pass_.batches[k]
         cache = self._open.pop(k)
-        cached_len = self._cached_lens[self.stores.rules[j - 1], k]
+        cached_len = self._cached_lens[self.stores.rules[j], k]
         if k not in self._steps:
-            self.stores.caches.store_all(j - 1, k, cached_len)
+            self.stores.caches.store_all(j, k, cached_len)
         else:
             after = Occupied(cached_len, batch.places, len(batch.rows))
             places = self._steps[k].places
-            self.stores.caches.store_step(j - 1, k, cache, self._slots.pop(k), places, after)
-        self.prefetch.caches(j, k)  # a staging buffer is free now
-
-    # the end of the model
-
-    def _logits(self, w: Weights, chunk: Chunk, hidden: Tensor) -> None:
-        """Hand the logits that are wanted to the sink."""
-        wanted = []
-        begin = 0
-        for piece in chunk.pieces:
-            wanted += [(s, begin + n) for s, n in piece.logits()]
-            begin += piece.size
-        for at in range(0, len(wanted), HEAD_ROWS):
-            interrupts.check()
-            sequences, places = zip(*wanted[at : at + HEAD_ROWS])
-            rows = hidden[list(places)] if len(places) < len(hidden) else hidden
-            self.sink.take(list(sequences), self.family.logits(self.spec, w, rows))
+            self.stores.caches.store_step(j, k, cache, self._slots.pop(k), places, after)
+        self.prefetch.caches(j, k)  # into the staging buffer that is free now

@@ -7,18 +7,18 @@ from functools import cache, cached_property
 
 #: tokens looked at beyond those that a stop string can span: some decoders strip a blank before the first one
 EXTRA_TOKENS = 4
-#: what the bytes of a character decode to while some of them are missing
+#: what an incomplete character decodes to
 PARTIAL = "\ufffd"
 
 
 def decode(tokenizer, tokens: list[int]) -> str:
     """The text of generated tokens, without special ones."""
-    # a clean-up would take away the blanks that code has before brackets and dots
+    # a clean-up would remove the blanks before brackets and dots in code
     return tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
 def decode_all(tokenizer, tokens: list[int]) -> str:
-    """As `decode`, with special tokens by their names."""
+    """As `decode`, with the names of special tokens."""
     return tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
@@ -27,7 +27,7 @@ class StopStrings:
     tokens, which no text shows.
 
     A stop string of n bytes ends in the newest token, or it would have been found before. Every token that shows in
-    the text has a byte or more, so the last n of these hold it all.
+    the text has at least one byte, so the last n of these contain the whole string.
     """
 
     def __init__(self, tokenizer):
@@ -37,7 +37,7 @@ class StopStrings:
 
     @cached_property
     def _special(self) -> dict[int, str]:
-        """The tokens that no text shows, and their names."""
+        """The names of the tokens that no text shows."""
         special = [token for token, added in self.tokenizer.added_tokens_decoder.items() if added.special]
         return {token: decode_all(self.tokenizer, [token]) for token in {*special, *self.tokenizer.all_special_ids}}
 
@@ -47,17 +47,17 @@ class StopStrings:
     def text_before(self, tokens: list[int], stop: tuple[str, ...]) -> str | None:
         """The text of `tokens` up to the first stop string, or None if it contains none.
 
-        To be asked after every token: a stop string that ends before the newest token need not be found.
+        Must be called after every token: a stop string that ends before the newest one may be missed.
         """
         found = (self._before_shown(tokens, stop), self._before_special(tokens, self._naming(stop)))
         return min((text for text in found if text is not None), key=len, default=None)
 
     def _before_shown(self, tokens: list[int], stop: tuple[str, ...]) -> str | None:
-        """As `text_before`, where a stop string is in the text that is shown."""
+        """As `text_before`, for stop strings in the text that shows."""
         tail = self._tail(tokens, most_tokens(stop), decode, self._shows)
         if _first(stop, tail) is None:
             return None
-        # what tokens decode to may depend on those before them
+        # the text of a token may depend on those before it
         text = decode(self.tokenizer, tokens)
         at = _first(stop, text)
         return None if at is None else text[:at]
@@ -70,8 +70,8 @@ class StopStrings:
         at = _first(stop, text)
         if at is None:
             return None
-        # drop tokens until the text ends at or before the stop string; `startswith`: half a character decodes to
-        # something else
+        # drop tokens until the text ends at or before the stop string; `startswith`, since half a character decodes
+        # differently
         count = len(tokens)
         prefix = text
         while len(prefix) > at or not text.startswith(prefix):
@@ -81,7 +81,7 @@ class StopStrings:
         return decode(self.tokenizer, tokens[:count]) + part
 
     def _tail(self, tokens: list[int], count: int, decode: Callable, shows: Callable[[int], bool]) -> str:
-        """The text of the last `count` tokens that show, from the beginning of a character on."""
+        """The text of the last `count` tokens that show, from the start of a character on."""
         begin = len(tokens)
         shown = 0
         while begin > 0 and shown < count:
@@ -95,10 +95,10 @@ class StopStrings:
 
 
 def _first(stop: tuple[str, ...], text: str) -> int | None:
-    """Where the first stop string begins, if the text holds one."""
+    """Where the first stop string begins, or None if the text contains none."""
     return min((at for s in stop if (at := text.find(s)) >= 0), default=None)
 
 
 def most_tokens(stop: tuple[str, ...]) -> int:
-    """How many of the last tokens that show are looked at."""
+    """How many of the last tokens that show must be searched."""
     return max(len(text.encode("utf-8", "surrogatepass")) for text in stop) + EXTRA_TOKENS

@@ -1,14 +1,16 @@
-"""The stores that hold a job's data, and the transfers that start ahead of the step that needs them."""
+"""The stores that hold a job's data, and the transfers that start ahead of their use."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
 from itertools import takewhile
+from typing import NamedTuple
 
 from h2o_flexgen.engine.model import LoadedModel
 from h2o_flexgen.engine.scheduler import Pass
 from h2o_flexgen.formats.forms import cache_format
+from h2o_flexgen.planning.execution_plan import ExecutionPlan
 from h2o_flexgen.planning.workload import batch_sizes, micro_tokens
 from h2o_flexgen.storage.activations import ActivationStore
 from h2o_flexgen.storage.kv_store import KVStore
@@ -16,18 +18,32 @@ from h2o_flexgen.storage.transport import Transport
 from h2o_flexgen.storage.weights import WeightStore
 
 
+class Use(NamedTuple):
+    """A use of a KV block; uses sort in the order in which they happen."""
+
+    passes: int  # from now; 0 is the current pass
+    layer: int
+    batch: int
+
+
 class Stores:
     """The stores of a running job. `weights` outlive it, caches and activations do not.
 
     Args:
-        job: a `planning.planner.Choice`.
-        is_stream: rows stay, and are read on over what their caches hold.
+        is_stream: rows stay, and each prompt continues the text that its cache holds.
 
     Raises:
-        UserError: the disk is full, or RAM that cannot be pinned.
+        UserError: the disk is full, or RAM cannot be pinned.
     """
 
-    def __init__(self, model: LoadedModel, job, weights: WeightStore, transport: Transport, is_stream: bool = False):
+    def __init__(
+        self,
+        model: LoadedModel,
+        job: ExecutionPlan,
+        weights: WeightStore,
+        transport: Transport,
+        is_stream: bool = False,
+    ):
         self.model = model
         self.job = job
         self.weights = weights
@@ -50,17 +66,17 @@ class Stores:
         self.activations = ActivationStore(transport, job.placement.activations, batch_bytes, micro_bytes)
 
     def open(self, k: int, longest: int, gen_len: int) -> None:
-        """Lay the caches of an empty batch out for prompts of up to `longest` tokens, and outputs of `gen_len`."""
+        """Lay out the caches of an empty batch for prompts of up to `longest` tokens, and outputs of `gen_len`."""
         size = (self.sizes[k], longest)
         found = self.job.rule.layouts(self.model.spec, self.form, [size], gen_len)
         self.caches.begin({(layer, k): layout for (layer, _), layout in found.items()})
 
     def slots(self, prompt_len: int, gen_len: int) -> tuple[int, ...]:
-        """That a row needs, in layers that differ."""
+        """The slots that a row needs, in each kind of layer."""
         return tuple(sum(rule.segments(prompt_len, gen_len)) for rule in dict.fromkeys(self.rules))
 
     def clear_caches(self) -> None:
-        """Begin with caches that hold nothing, for streams."""
+        """Start with empty caches, for streams."""
         for k in range(len(self.sizes)):
             self.open(k, self.job.workload.longest, self.job.workload.gen_len)
         for layer, k in self.job.placement.cache:
@@ -69,10 +85,10 @@ class Stores:
         self.caches.drain()
 
     def close(self) -> None:
-        """Give back all but the weights."""
+        """Free everything but the weights."""
         for store in (self.caches, self.activations):
             if store.file is not None:
-                store.file.close()  # and so free its space
+                store.file.close()  # which frees its space
         self.device.unpin(self._pinned)
 
 
@@ -81,64 +97,68 @@ class Prefetcher:
 
     def __init__(self, stores: Stores):
         self.stores = stores
-        self.last = len(stores.model.layers) - 1
-        self._blocks: deque[tuple[int, int, int]] = deque()  # (passes from now, layer, batch) of KV blocks to come
+        self._uses: deque[Use] = deque()  # of KV blocks that must be staged
 
     def begin(self, pass_: Pass, cached_len: Callable[[int, int], int]) -> None:
-        """The next pass. `cached_len`: slots of a KV block, by layer and batch, that are in use after it."""
+        """Begin the next pass, and prefetch its first KV blocks. `cached_len`: slots of a KV block, by layer and batch,
+        that are in use after it."""
         self.pass_ = pass_
         self._cached_lens = cached_len
         self._homes = [chunk.home for chunk in pass_.chunks]
-        self._blocks.clear()
+        self._uses.clear()
         if not self.stores.has_cache:
             return
         caches = self.stores.caches
         batches = pass_.batches
-        # rows that will not have ended, so far as is known, are needed again
-        later = [] if pass_.is_last else [k for k, batch in batches.items() if not batch.will_end]
+        # rows that are not known to end are needed again
+        running = [] if pass_.is_last else [k for k, batch in batches.items() if not batch.will_end]
         new = [k for k, batch in batches.items() if batch.opens is not None]
-        layers = range(1, self.last)
-        self._blocks += [(0, j, k) for j in layers for k in batches if caches.is_staged(j - 1, k, is_new=k in new)]
-        usable = {(j - 1, k) for _, j, k in takewhile(self._is_loading, self._blocks)}
+        layers = range(self.stores.model.spec.layers)
+        self._uses += [Use(0, j, k) for j in layers for k in batches if caches.is_staged(j, k, is_new=k in new)]
+        usable = {(use.layer, use.batch) for use in takewhile(self._is_loading, self._uses)}
         for key, block in caches.blocks.items():
-            if block.loading is not None and key not in usable:  # it would take a buffer from those that come first
+            if block.loading is not None and key not in usable:  # its buffer is for those that are needed first
                 caches.drop(*key)
-        self._blocks += [(1, j, k) for j in layers for k in later if caches.is_staged(j - 1, k)]
+        self._uses += [Use(1, j, k) for j in layers for k in running if caches.is_staged(j, k)]
+        self.caches(-1, 0)  # from the beginning
 
-    def _is_loading(self, entry: tuple[int, int, int]) -> bool:
-        """Whether a KV block of this pass has been prefetched since the one before."""
-        _, j, k = entry
-        return self.pass_.batches[k].opens is None and self.stores.caches.blocks[j - 1, k].loading is not None
+    def _is_loading(self, use: Use) -> bool:
+        """Whether a KV block of this pass was prefetched during the previous one."""
+        block = self.stores.caches.blocks[use.layer, use.batch]
+        return self.pass_.batches[use.batch].opens is None and block.loading is not None
 
-    def weights(self, j: int) -> None:
-        """Those from layer j on, as far as the two staging buffers reach."""
+    def weights(self, stage: int) -> None:
+        """Those from a stage on, as far as the two staging buffers reach."""
         groups = self.stores.weights.groups
-        left = [group for group in groups if group[-1] >= j]
+        left = [group for group in groups if group[-1] >= stage]
         following = [] if self.pass_.is_last else groups
         for n, group in enumerate([*left, *following][:2]):
-            for layer in group:
-                if layer >= j or n >= len(left):
-                    self.stores.weights.prefetch(layer)
+            for number in group:
+                if number >= stage or n >= len(left):
+                    self.stores.weights.prefetch(number)
 
     def caches(self, j: int, k: int) -> None:
-        """The KV blocks behind that of layer j and batch k, which has been used, while staging buffers are free."""
-        while self._blocks:
-            later, layer, batch = self._blocks[0]
-            if (later, layer, batch) > (0, j, k) and not self._prefetched(later, layer, batch, (j, k)):
+        """The KV blocks after that of layer j and batch k, which has been used, while staging buffers are free."""
+        used = Use(0, j, k)
+        while self._uses:
+            if self._uses[0] > used and not self._prefetched(self._uses[0], used):
                 return
-            self._blocks.popleft()
+            self._uses.popleft()
 
-    def _prefetched(self, later: int, layer: int, batch: int, used: tuple[int, int]) -> bool:
-        caches = self.stores.caches
-        if later and (layer, batch) > used:
+    def _prefetched(self, use: Use, used: Use) -> bool:
+        """Whether the transfer for a use has begun, after `used`."""
+        if use.passes and use > used._replace(passes=use.passes):  # this pass still needs the block
             return False
-        if not later and self.pass_.batches[batch].opens is not None:  # it will need a staging buffer
+        if not use.passes and self.pass_.batches[use.batch].opens is not None:  # it will need a staging buffer
             return False
-        is_loading = not later and self._is_loading((later, layer, batch))
-        return is_loading or caches.prefetch(layer - 1, batch, self._cached_lens(layer, batch) + later)
+        if not use.passes and self._is_loading(use):
+            return True
+        cached_len = self._cached_lens(use.layer, use.batch) + use.passes
+        return self.stores.caches.prefetch(use.layer, use.batch, cached_len)
 
-    def hidden(self, j: int, n: int) -> None:
-        """What is needed after chunk n in layer j, if it has been stored already."""
+    def hidden(self, n: int, is_head: bool) -> None:
+        """The hidden states that are needed after those of chunk n, if they have been stored already; after those of
+        the last chunk the first ones of the next stage, unless this is the head."""
         homes = [home for home in self._homes[n + 1 :] if home] or [home for home in self._homes if home]
-        if homes and (j < self.last or any(self._homes[n + 1 :])):
-            self.stores.activations.prefetch(*homes[0][:2])
+        if homes and (not is_head or any(self._homes[n + 1 :])):
+            self.stores.activations.prefetch(homes[0].batch, homes[0].number)

@@ -1,15 +1,14 @@
-"""Streams: texts without end. Their caches, of a fixed size, stay from one turn to the next; all of them are one block.
+"""Streams: texts without end. Their caches, of a fixed size, are kept from one turn to the next; all are one block.
 
 A stream is a row that does not leave its place. A turn feeds tokens to some of the streams, chunk by chunk, and may
-then generate. Each chunk is a prefill over the caches as they are, in a pass of its own. All chunks of a text but the
-last are of the same size, and texts of several lengths end with the same chunk, so that all streams of a turn decode
-together:
+then generate. Each chunk is a prefill on top of the caches, in a pass of its own. All chunks of a text but the last one
+have the same size, and the last chunks of all texts share a pass, so that all streams of a turn decode together:
 
     stream 0    chunk  chunk  chunk  token  token  token
     stream 1                  chunk  token
-    stream 2    (nothing to do: its cache stays as it is)
+    stream 2    (idle: its cache does not change)
 
-The last token of a text waits for the next turn, since only what is behind it shows what the model made of it.
+The last token of a text waits for the next turn, since its logits predict the token that comes then.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from h2o_flexgen.engine.step import LogitsSink, Walk
 from h2o_flexgen.engine.stores import Stores
 from h2o_flexgen.errors import UserError
 
-#: bits of a random number's key that count the tokens of a stream
+#: low bits of a random number's key, which count the tokens of a stream
 KEY_BITS = 40
 
 
@@ -38,8 +37,9 @@ class Stream:
     """One text.
 
     Attributes:
-        seen: tokens that have been fed; last_prompt: of those, up to the end of the last chunk.
-        waiting: the last token of the text, which has not been fed; none at the beginning.
+        seen: tokens that have been fed.
+        last_prompt: of those, up to the end of the last chunk.
+        waiting: the last token of the text, which has not been fed; empty at the beginning.
     """
 
     seen: int = 0
@@ -54,7 +54,7 @@ class Streams:
         stores: of a job whose workload is a chunk of each stream.
 
     Attributes:
-        ended: why these streams cannot be used any more; None while they can.
+        ended: why these streams can no longer be used; None while they can.
     """
 
     def __init__(self, stores: Stores, count: int):
@@ -67,22 +67,22 @@ class Streams:
         stores.clear_caches()
 
     def end(self, why: str) -> None:
-        """Give the caches back."""
+        """Free the caches. `why`: for the error that later calls raise."""
         if self.ended is None:
             self.ended = why
             self.stores.close()
             self.stores = None
 
     def length(self, row: int, tokens: int) -> int:
-        """Tokens that stream `row` has fed when so many more have come, the last of which waits."""
+        """Tokens that stream `row` will have fed after `tokens` more, the last of which waits."""
         stream = self.streams[row]
         return stream.seen + len(stream.waiting) + tokens - 1
 
     def feed(self, texts: dict[int, list[int]]) -> dict[int, list[float]]:
-        """Go on with these token ids, one or more for each of these streams.
+        """Feed token ids, one or more to each of these streams.
 
         Returns:
-            The log-probability of each token, but of the first one of a stream.
+            The log-probability of each token, except the first one of a stream.
 
         Raises:
             UserError: the model gives NaN for one of the texts.
@@ -95,9 +95,9 @@ class Streams:
             targets[row] = ids if waiting else ids[1:]
         found = {row: [] for row in texts}
         for is_last, chunks in self._rounds(inputs):
-            few = {row: targets[row][begin:end] for row, (begin, end) in chunks.items()}
+            scored = {row: targets[row][begin:end] for row, (begin, end) in chunks.items()}
             prompts = {row: inputs[row][begin:end] for row, (begin, end) in chunks.items()}
-            for s in self._run(prompts, TeacherForcing(few), is_last, wanted=0):
+            for s in self._run(prompts, TeacherForcing(scored), is_last, wanted=0):
                 found[s.index] += s.logprobs
         for row, ids in texts.items():
             self.streams[row].waiting = ids[-1:]
@@ -109,8 +109,8 @@ class Streams:
         params: dict[int, SamplingParams],
         sampler: Sampler,
     ) -> list[Sequence]:
-        """Go on with these token ids, and with what the model makes of them; where there are none, with the token that
-        waits alone. What is generated belongs to the text of the stream.
+        """Feed token ids to streams, and generate; without ids, from the waiting token. The generated tokens become
+        part of the stream's text.
 
         Raises:
             UserError: as `feed`.
@@ -125,11 +125,11 @@ class Streams:
         return sequences
 
     def _rounds(self, inputs: dict[int, list[int]]) -> Iterator[tuple[bool, dict[int, tuple[int, int]]]]:
-        """(whether it is the last, {stream: begin and end of its chunk}) of each block of chunks."""
+        """(whether it is the last, {stream: (begin, end) of its chunk}) of each round of chunks that share a pass."""
         begins = {row: range(0, len(ids), self.chunk) for row, ids in inputs.items()}
         for left in range(max(map(len, begins.values()), default=0), 0, -1):
-            few = {row: starts[-left] for row, starts in begins.items() if left <= len(starts)}
-            yield left == 1, {row: (at, min(at + self.chunk, len(inputs[row]))) for row, at in few.items()}
+            starts = {row: begin[-left] for row, begin in begins.items() if left <= len(begin)}
+            yield left == 1, {row: (at, min(at + self.chunk, len(inputs[row]))) for row, at in starts.items()}
 
     def _run(
         self,
@@ -139,18 +139,25 @@ class Streams:
         params: dict[int, SamplingParams] | None = None,
         wanted: int | None = None,
     ) -> list[Sequence]:
-        """Take a chunk of some streams through the model, and what `sink` makes of it; `wanted` as in `Sequence`."""
+        """Run a chunk of some streams, and the decode steps that `sink` asks for; `wanted` as in `Sequence`."""
         rows = []
         for row in sorted(prompts):
             stream = self.streams[row]
-            its_params = params[row] if params else SamplingParams(max_tokens=1)
-            past = dict(length=stream.seen, prompt_end=stream.last_prompt)
-            rows.append(Sequence(row, prompts[row], its_params, (row << KEY_BITS) + stream.seen, wanted=wanted, **past))
+            s = Sequence(
+                row,
+                prompts[row],
+                params[row] if params else SamplingParams(max_tokens=1),
+                key=(row << KEY_BITS) + stream.seen,
+                wanted=wanted,
+                length=stream.seen,
+                prompt_end=stream.last_prompt,
+            )
+            rows.append(s)
         walk = Walk(self.stores, sink, Observer(), self.meter)
         self.meter.start()
-        self._pass(walk, rows, True, is_last)
+        self._pass(walk, rows, is_chunk=True, is_last=is_last)
         while not isinstance(sink, DiscardLogits) and (running := [s for s in rows if s.finish_reason is None]):
-            self._pass(walk, running, False, is_last)
+            self._pass(walk, running, is_chunk=False, is_last=is_last)
         self.stores.caches.drain()
         for s in rows:
             if s.finish_reason == "error":
@@ -163,7 +170,7 @@ class Streams:
         return rows
 
     def _pass(self, walk: Walk, rows: list[Sequence], is_chunk: bool, is_last: bool) -> None:
-        """One pass in which these streams read a chunk, or decode."""
+        """One pass in which these streams prefill a chunk, or decode a token."""
         policy = self.job.policy
         batches: dict[int, BatchPass] = {}
         pieces = []
@@ -181,17 +188,17 @@ class Streams:
 
 
 class DiscardLogits:
-    """A sink for logits that nobody wants."""
+    """A sink that ignores logits, for chunks that only fill the caches."""
 
     def take(self, sequences: list[Sequence], logits: Tensor) -> None:
         """As `step.LogitsSink`."""
 
 
 class StreamingSampler(Sampler):
-    """A sampler that tells of every token.
+    """A sampler with a callback after every step.
 
     Args:
-        on_tokens: is called with the sequences that have a new token.
+        on_tokens: called with the sequences that have a new token.
     """
 
     def __init__(self, eos_ids: frozenset[int], tokenizer, on_tokens: Callable[[list[Sequence]], None]):

@@ -1,4 +1,4 @@
-"""One call at a time: what the threads of a program may do with one model."""
+"""One call at a time: how the threads of a program share one model."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-_first_process: int | None = None  # that made an LLM; a fork inherits it
+_first_process: int | None = None  # the id of the process that made the first LLM; a fork inherits it
 
 
 class Turns:
-    """Lets one call at a time use a model: other threads wait, a call from within another one is refused.
+    """Lets one call at a time use a model: other threads wait, and a call from within another one is refused.
 
     Raises:
-        UserError: also when it is made, in a fork of a process that has made an LLM. PyTorch's threads and ours are
-            gone there, and whoever waits for them waits for ever.
+        UserError: in a fork of a process that has made an LLM: PyTorch's threads and ours do not survive the fork, so
+            waiting for them would never end.
     """
 
     def __init__(self):
         global _first_process
         self.lock = threading.Lock()
-        self.holder: int | None = None  # the thread that has the lock
+        self.holder: int | None = None  # the thread that holds the lock
         if _first_process is None:
             _first_process = os.getpid()
         self.check()
@@ -38,7 +38,7 @@ class Turns:
         return os.getpid() != _first_process
 
     def check(self) -> None:
-        """Raises UserError for a call that would wait for ever."""
+        """Raises UserError for a call that would never return."""
         if self.is_forked:
             raise UserError(
                 "this process was forked from one that had made an LLM, whose threads it lacks: start processes by "
@@ -52,7 +52,7 @@ class Turns:
 
 
 def in_turn(method: Callable[P, R]) -> Callable[P, R]:
-    """A method that runs while its object's `turns` are its own."""
+    """Makes a method wait for its turn, by its object's `turns`."""
 
     @wraps(method)
     def call(self, *args, **kwargs):

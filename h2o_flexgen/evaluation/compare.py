@@ -1,4 +1,4 @@
-"""What one prompt is continued with under KV budgets, and how much sampled texts differ."""
+"""Continuations of one prompt under several KV budgets, and how much sampled texts differ."""
 
 from __future__ import annotations
 
@@ -14,12 +14,8 @@ from h2o_flexgen.llm import LLM
 def measure(
     llm: LLM, prompt: list[int], settings: list[Setting], gen_len: int, samples: int, temperature: float
 ) -> Iterator[dict]:
-    """A row for the full cache, and then one for each setting.
-
-    Returns:
-        rows as `row_of`, with the greedy `text`, the `samples`, texts drawn at the temperature, and their `self_bleu`,
-        None without samples.
-    """
+    """Yields a row for the full cache, then one for each setting: `row_of`, with the greedy `text`, the `samples`
+    drawn at the temperature, and their `self_bleu`, which is None without samples."""
     params = [SamplingParams(max_tokens=gen_len)] + [SamplingParams(temperature, max_tokens=gen_len)] * samples
 
     def job() -> dict:
@@ -32,8 +28,8 @@ def measure(
 
 
 def self_bleu(texts: list[str]) -> float:
-    """The mean over texts of the BLEU, in [0, 1], of each against all others (Texygen, arXiv 1802.01886, section 2.2):
-    1 if they are all the same. By `sacrebleu`, sentence by sentence, with its own smoothing. At least two texts."""
+    """The mean BLEU, in [0, 1], of each text against all others (Texygen, arXiv 1802.01886, section 2.2): 1 if all are
+    the same. By `sacrebleu`, sentence by sentence, with its default smoothing. Takes two texts or more."""
     sacrebleu = need("sacrebleu", "sacrebleu", "self-BLEU")
     others = [texts[:n] + texts[n + 1 :] for n in range(len(texts))]
     return fmean(sacrebleu.sentence_bleu(text, rest).score / 100 for text, rest in zip(texts, others))

@@ -1,4 +1,4 @@
-"""Packages that only some measurements need."""
+"""Optional packages, which only some measurements need."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from h2o_flexgen.errors import UserError
 
 
 def need(module: str, package: str, what: str) -> ModuleType:
-    """A module of a package. Raises UserError, which says how to install it, if it is missing."""
+    """Import a module of a package. Raises UserError, which says how to install it, if it is missing."""
     try:
         return import_module(module)
     except ImportError:

@@ -1,4 +1,4 @@
-"""The frontier: bytes of KV cache against the loss, a line for each rule and format. Needs matplotlib."""
+"""Plot of the frontier: bytes of KV cache against loss, one line for each rule and format. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from h2o_flexgen.errors import UserError
 from h2o_flexgen.evaluation.extras import need
 from h2o_flexgen.policy import MIB
 
-#: of lines, in the order of the rules: told apart in grey too, by their markers
+#: of the lines, in the order of the rules; the markers tell them apart in black and white
 COLOURS = ("#d9480f", "#1c7ed6", "#2b8a3e", "#9c36b5", "#e8a200", "#0b7285", "#868e96", "#c2255c", "#495057", "#74b816")
 MARKERS = "os^Dv<>Pph"
 
@@ -20,7 +20,7 @@ def check_package() -> None:
 
 
 def draw(result: dict, path: str | Path) -> None:
-    """Draw what `perplexity.measure` found into a PNG.
+    """Plot the results of `perplexity.measure` as a PNG.
 
     Args:
         result: as `h2o-flexgen quality --output` writes it.
@@ -60,19 +60,19 @@ def draw(result: dict, path: str | Path) -> None:
 
 
 def title(result: dict) -> str:
-    """What was measured, in words."""
+    """What was measured."""
     w = result["workload"]
     lengths = f"prompts of up to {w['prompt_len']} tokens, up to {w['gen_len']} scored"
     return f"{w['model']} in {w['dtype']}, {w['passages']} passages of {', '.join(w['texts'])}: {lengths}"
 
 
 def _label(row: dict) -> str:
-    """Of the line of a rule and a format."""
+    """Legend entry of a rule and a cache format."""
     return row["rule"] + (f", {row['compress_cache']}" if row.get("compress_cache") else "")
 
 
 def _scale(ax, rows: list[dict]) -> None:
-    """Straight up to a rise of 10 %, and logarithmic above it where a line goes far beyond."""
+    """Linear; where a line goes far beyond a rise of 10 %, logarithmic above that."""
     highest = max((100 * row["rise"] for row in rows), default=0.0)
     if highest > 60:
         ax.set_yscale("symlog", linthresh=10)
@@ -82,8 +82,8 @@ def _scale(ax, rows: list[dict]) -> None:
 
 
 def _slots_on_top(ax, rows: list[dict]) -> None:
-    """The slots of the budgets, on the upper edge."""
-    if len({row.get("compress_cache") for row in rows}) > 1:  # with formats bytes do not say how many
+    """A second axis at the top, with the slots of the budgets."""
+    if len({row.get("compress_cache") for row in rows}) > 1:  # in several formats the same bytes are different slots
         return
     places = {row["slots"]: row["kv_bytes"] / MIB for row in rows}
     top = ax.secondary_xaxis("top")

@@ -1,4 +1,4 @@
-"""Texts to measure on, cut into prompts and what follows them."""
+"""Texts to measure on, cut into prompts and continuations."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from h2o_flexgen.engine.model import LoadedModel
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.jobs.input import builtin_text
 
-#: what stands for the built-in text among the names of files
+#: the name of the built-in text
 BUILTIN = "Python's language reference"
 
 
 @dataclass(frozen=True)
 class Passage:
-    """Token ids of a text, the first `prompt_len` of which are the prompt; the others are to be scored."""
+    """Token ids of a text: the first `prompt_len` are the prompt, the others are scored."""
 
     token_ids: list[int]
     prompt_len: int
@@ -24,7 +24,7 @@ class Passage:
 
 @dataclass(frozen=True)
 class Source:
-    """What a file holds: a running text, or rows, each with the number of its line."""
+    """The contents of a file: a text, or rows, each with the number of its line."""
 
     name: str
     text: str | None = None
@@ -32,7 +32,7 @@ class Source:
 
 
 def read_source(path: str) -> Source:
-    """A text file, or JSON lines if its name ends in .jsonl. Raises UserError if it cannot be read as such."""
+    """Read a text file, or JSON lines if the name ends in .jsonl. Raises UserError if that fails."""
     try:
         text = Path(path).read_bytes().decode()
     except OSError as e:
@@ -64,11 +64,11 @@ def _parse(line: str) -> dict | UserError:
 def passages_of(
     source: Source, model: LoadedModel, prompt_len: int, gen_len: int, windows: int
 ) -> tuple[list[Passage], list[str]]:
-    """The passages of a source, and what is wrong with rows that give none.
+    """The passages of a source, and an error for each row that gives none.
 
-    A text gives up to `windows` passages of `prompt_len` + `gen_len` tokens at even distances, which do not overlap. A
-    row {"prompt", "completion"} is a passage with up to `gen_len` tokens of the completion; of a row {"text"} the first
-    `prompt_len` tokens are the prompt.
+    A text gives up to `windows` passages of `prompt_len` + `gen_len` tokens, evenly spaced and without overlap. A row
+    {"prompt", "completion"} is one passage, with up to `gen_len` tokens of the completion; the prompt of a row {"text"}
+    is its first `prompt_len` tokens.
 
     Raises:
         UserError: the text is too short, or the model has no tokenizer or too few positions.
@@ -91,7 +91,7 @@ def passages_of(
 
 
 def _windows(source: Source, model: LoadedModel, prompt_len: int, gen_len: int, windows: int) -> list[Passage]:
-    first = model.tokenizer("")["input_ids"][:prompt_len]  # what the tokenizer puts before every text
+    first = model.tokenizer("")["input_ids"][:prompt_len]  # the tokens that the tokenizer puts before every text
     ids = _tokens(model, source.text)
     length = prompt_len + gen_len - len(first)
     count = min(windows, len(ids) // length)
@@ -105,13 +105,13 @@ def _windows(source: Source, model: LoadedModel, prompt_len: int, gen_len: int, 
 
 
 def evenly(ids: list[int], count: int, length: int) -> list[list[int]]:
-    """`count` passages of `length` tokens each, at even distances from the first tokens to the last."""
+    """`count` passages of `length` tokens each, evenly spaced from the first token to the last."""
     begins = [n * (len(ids) - length) // max(1, count - 1) for n in range(count)]
     return [ids[begin : begin + length] for begin in begins]
 
 
 def _of_row(row: dict | UserError, model: LoadedModel, prompt_len: int, gen_len: int) -> Passage:
-    """Raises UserError if it has no text of that kind, or no token to score."""
+    """Raises UserError if the row is not of such a form, or has no token to score."""
     if isinstance(row, UserError):
         raise row
     prompt, completion, text = (row.get(name) for name in ("prompt", "completion", "text"))

@@ -1,4 +1,4 @@
-"""What is compared: cache rules with budgets, and the full cache."""
+"""The settings that are compared: cache rules with budgets, and the full cache."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from h2o_flexgen.utils.progress import bar
 
 @dataclass(frozen=True)
 class Setting:
-    """A cache rule with its slots, and the format of the cache; `budget` None: the full cache."""
+    """A cache rule with its slots, and a format of the cache. Without a budget the cache is full."""
 
     rule: str
     budget: KVBudget | None = None
@@ -38,13 +38,13 @@ def make_settings(
     hh_share: float = 0.5,
     formats: list[str | None] | None = None,
 ) -> list[Setting]:
-    """Every rule with every budget, and the full cache, in every format; without the full cache as floats.
+    """Every rule with every budget, and the full cache, in every format, except the full cache as floats.
 
     Args:
         ratios: slots, heavy and recent ones together, as fractions of the longest prompt.
         sizes: slots.
-        hh_share: the part of the slots that is for heavy hitters; the rest is for recent tokens.
-        formats: of the cache; by default floats.
+        hh_share: fraction of the slots for heavy hitters; the rest are for recent tokens.
+        formats: of the cache; default: floats.
 
     Raises:
         UserError: a number out of range.
@@ -53,7 +53,7 @@ def make_settings(
         raise UserError(f"`hh_share` must lie in [0, 1], not {hh_share:g}")
     for ratio in ratios:
         if not 0 < ratio <= 1:
-            raise UserError(f"each of `ratios` must lie in (0, 1], not {ratio:g}: more slots than that take `sizes`")
+            raise UserError(f"each of `ratios` must lie in (0, 1], not {ratio:g}: for more slots give `sizes`")
     for size in sizes:
         if size < 1:
             raise UserError(f"each of `sizes` must be 1 or more, not {size}")
@@ -70,10 +70,10 @@ def make_settings(
 def allowed(
     settings: list[Setting], longest_prompt: int, gen_len: int, spec: ModelSpec, is_strict: bool
 ) -> list[Setting]:
-    """Those whose budget suffices for what the rule protects.
+    """The settings with room for the tokens that their rule protects.
 
     Raises:
-        UserError: with `is_strict` one is not, or none is; or a format is not for this model.
+        UserError: no setting has room, or with `is_strict` not all have; or this model cannot have a format.
     """
     found = []
     refused = None
@@ -92,14 +92,14 @@ def allowed(
 
 
 def measure_each(llm: LLM, settings: list[Setting], tokens: int, job: Callable[[], dict]) -> Iterator[dict]:
-    """Run a job with the full cache, and then with each setting, while a bar shows the time left.
+    """Run a job with the full cache, then with each setting, under one progress bar.
 
     Args:
         llm: gets each KV budget in turn.
-        tokens: the most that the job takes.
+        tokens: the most that the job generates.
 
     Returns:
-        for each setting, as soon as its job has ended, `row_of` with what the job returned.
+        for each setting, as soon as its job has ended, `row_of` with the values that the job returned.
     """
     settings = [FULL, *settings]
     with bar(desc="measuring", total=len(settings) * tokens, unit="tokens", leave=True) as shown:
@@ -114,14 +114,14 @@ def measure_each(llm: LLM, settings: list[Setting], tokens: int, job: Callable[[
 
 
 def check_outputs(outputs: list, name: str) -> None:
-    """Raises UserError for the first of the outputs or scores that has an error; `name`: what one of them is of."""
+    """Raises UserError for the first output or score with an error. `name`: what they belong to, as "passage"."""
     for output in outputs:
         if output.error is not None:
             raise UserError(f"{name} {output.index}: {output.error}")
 
 
 class _Count(Observer):
-    """Moves a bar on by the tokens of a job."""
+    """Advances a bar by the tokens of a job."""
 
     def __init__(self, shown):
         self.shown = shown
@@ -135,11 +135,11 @@ class _Count(Observer):
 
 
 def row_of(llm: LLM, setting: Setting) -> dict:
-    """How the job that has just ended kept its cache, as a row of results has it.
+    """The cache of the job that has just ended, for a row of results.
 
     Returns:
         rule, slots; heavy, recent and hh_ratio, recent_ratio, as fractions of the longest prompt; compress_cache; and
-        kv_bytes of a sequence in all layers. Of the full cache slots and what follows from them are None.
+        kv_bytes of a sequence in all layers. For the full cache slots, heavy, recent and ratios are None.
     """
     choice = llm.choice
     row = {"rule": setting.rule} | dict.fromkeys(("slots", "heavy", "recent", "hh_ratio", "recent_ratio"))
@@ -152,7 +152,7 @@ def row_of(llm: LLM, setting: Setting) -> dict:
     heavy, recent = budget.slots(longest)
     ratios = {"hh_ratio": budget.hh_ratio, "recent_ratio": budget.recent_ratio}
     if budget.hh_ratio is None:
-        # half a slot more where there is room, or rounding would lose one on the way back
+        # half a slot more where there is room: else rounding would lose one when a ratio becomes slots again
         share = lambda n: (n + 0.5 * (0 < n < longest)) / longest
         ratios = {"hh_ratio": share(heavy), "recent_ratio": share(recent)}
     return row | {"slots": heavy + recent, "heavy": heavy, "recent": recent, **ratios}

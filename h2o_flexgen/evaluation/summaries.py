@@ -1,4 +1,4 @@
-"""Summaries by the engine under KV budgets, and their ROUGE."""
+"""Summaries under KV budgets, and their ROUGE."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STOP = "###"
 
 @dataclass(frozen=True)
 class Article:
-    """A prompt that ends where the summary begins, and the summary that is expected, if there is one."""
+    """A prompt that ends where the summary begins, and the reference summary, if there is one."""
 
     prompt: list[int]
     params: SamplingParams
@@ -28,11 +28,11 @@ class Article:
 
 
 def articles_of(source: Source, llm: LLM, gen_len: int) -> tuple[list[Article], list[str]]:
-    """The articles of a source, and what is wrong with rows that give none.
+    """The articles of a source, and an error for each row that gives none.
 
     Rows are those of the H2O repository (h2o_hf, data/summarization): {"article", "summary_gt"}, where the article is
-    the whole prompt. A row may say how it is sampled, as a job's rows do; the default is greedy, up to `gen_len` tokens
-    and the stop string ###.
+    the whole prompt. A row may name its sampling parameters, as a job's rows do; the default is greedy, up to `gen_len`
+    tokens, with the stop string ###.
     """
     if source.rows is None:
         raise UserError(f'{source.name} must hold JSON lines {{"article", "summary_gt"}}, and end in .jsonl')
@@ -60,16 +60,16 @@ def _article(row: dict | UserError, llm: LLM, gen_len: int) -> Article:
 
 
 def measure(llm: LLM, articles: list[Article], settings: list[Setting]) -> Iterator[dict]:
-    """A row for the full cache, and then one for each setting, as soon as its summaries are written.
+    """Yields a row for the full cache, then one for each setting, as soon as its summaries are written.
 
     Returns:
-        rows as `row_of`, with the mean ROUGE (`rouge`) of the summaries against the references ("reference", None where
-        no article has one) and against those of the full cache ("full_cache"); and the summaries (`texts`).
+        rows as `row_of`, with the mean ROUGE (`rouge`) of the summaries against the references ("reference"; None if
+        there are none) and against the full cache's ("full_cache"), and the summaries (`texts`).
     """
     prompts = [article.prompt for article in articles]
     params = [article.params for article in articles]
     references = [a.reference for a in articles]
-    full = []  # the summaries of the full cache, which comes first
+    full = []  # the summaries of the full cache, which is measured first
 
     def job() -> dict:
         outputs = llm.generate(prompts, params, skip_errors=True)
@@ -95,17 +95,19 @@ def mean_rouge(texts: list[str], references: list[str | None]) -> dict[str, dict
         return None
     means = {}
     for package, kinds in each[0].items():
-        means[package] = {kind: fmean(one[package][kind] for one in each) for kind in kinds}
+        means[package] = {}
+        for kind in kinds:
+            means[package][kind] = fmean(one[package][kind] for one in each)
     return means
 
 
 def rouge(text: str, reference: str) -> dict[str, dict[str, float]]:
     """ROUGE-1, 2 and L, F measures in [0, 1], by the package `rouge`, which the H2O repository uses, and by
-    `rouge-score` with stemming, as HELM uses it. They cut texts into words and sentences in different ways."""
+    `rouge-score` with stemming, as HELM uses it. The two split texts into words and sentences differently."""
     theirs = need("rouge", "rouge", "ROUGE")
     scorer = need("rouge_score.rouge_scorer", "rouge-score", "ROUGE")
     by_rouge = dict.fromkeys("12l", 0.0)
-    if text.strip(" .\n") and reference.strip(" .\n"):  # it refuses texts without a word
+    if text.strip(" .\n") and reference.strip(" .\n"):  # it refuses texts without words
         (found,) = theirs.Rouge().get_scores(text, reference)
         by_rouge = {n: found[f"rouge-{n}"]["f"] for n in "12l"}
     names = ("rouge1", "rouge2", "rougeL")

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import pickle
+from array import array
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import BinaryIO
 
 import numpy as np
 
@@ -21,42 +24,47 @@ from h2o_flexgen.utils.progress import bar
 
 
 class Admission:
-    """Which rows can be run, and what that takes.
+    """Checks rows, once, and adds up what running them takes. Their token ids, and the errors of rows that cannot be
+    run, wait in temporary files: memory does not grow with the job.
 
     Args:
-        wanted: (N,) bool, the rows in question.
+        wanted: (N,) bool, the rows to check.
         params: of what a row does not set itself.
 
     Attributes:
-        runs: (N,) bool, those that can be run.
-        lens: how many of these have each number of tokens.
-        gen_len: tokens of the longest output; output_tokens: the most of all together.
-        error: why the first of the others cannot be run.
+        lens: how many rows that can be run have each number of prompt tokens.
+        gen_len: tokens of the longest output.
+        output_tokens: the most of all outputs together.
+        error: why the first of the other rows cannot be run.
+
+    Raises:
+        UserError: a temporary file cannot be written.
     """
 
     def __init__(self, llm: LLM, rows: Rows, wanted: np.ndarray, params: SamplingParams):
-        self.runs = wanted.copy()
+        self.params = params
         self.lens = Counter()
         self.gen_len = 1
         self.output_tokens = 0
         self.error = ""
+        self._admitted = temporary_file()  # pickles of (row, token ids, parameters)
         self._refused = temporary_file()  # lines of the output file
         for row in bar(rows.those(wanted), "reading", total=int(wanted.sum()), unit="rows", show=llm.progress):
             prompt, own = request(row, params, llm.model)
             try:
-                self.lens[len(llm.admit(prompt, own.max_tokens))] += 1
-                self.gen_len = max(self.gen_len, own.max_tokens)
-                self.output_tokens += own.max_tokens
+                ids = llm.admit(prompt, own.max_tokens)
             except UserError as e:
-                self._refuse(row, e)
+                self.error = self.error or f"row {row.index}: {e}"
+                _write(self._refused, b"%d %b" % (row.index, encoded(failed_row(row, e).data)))
+            else:
+                self._admit(row, ids, own)
 
-    def _refuse(self, row: Row, error: UserError) -> None:
-        self.runs[row.index] = False
-        self.error = self.error or f"row {row.index}: {error}"
-        try:
-            self._refused.write(b"%d %b" % (row.index, encoded(failed_row(row, error).data)))
-        except OSError as e:
-            raise UserError(f"cannot write a temporary file: {e.strerror}; TMPDIR names the folder for it") from None
+    def _admit(self, row: Row, ids: list[int], own: SamplingParams) -> None:
+        self.lens[len(ids)] += 1
+        self.gen_len = max(self.gen_len, own.max_tokens)
+        self.output_tokens += own.max_tokens
+        row.prompt = ""
+        _write(self._admitted, pickle.dumps((row, array("i", ids), None if own is self.params else own)))
 
     @property
     def longest(self) -> int:
@@ -68,6 +76,13 @@ class Admission:
         prompt_lens = np.repeat(np.array(lens, np.int32), [self.lens[n] for n in lens])
         return Workload(prompt_lens, self.gen_len, path=self.longest - 1, output_tokens=self.output_tokens)
 
+    def admitted(self) -> Iterator[tuple[Row, list[int], SamplingParams]]:
+        """The rows that can be run, without their prompts, with token ids and parameters."""
+        self._admitted.seek(0)
+        for _ in range(self.lens.total()):
+            row, ids, own = pickle.load(self._admitted)
+            yield row, ids.tolist(), own or self.params
+
     def refused(self) -> Iterator[tuple[int, DoneRow]]:
         """Index and output row of those that cannot be run."""
         self._refused.seek(0)
@@ -76,8 +91,15 @@ class Admission:
             yield int(index), DoneRow.of(json.loads(data))
 
 
+def _write(file: BinaryIO, data: bytes) -> None:
+    try:
+        file.write(data)
+    except OSError as e:
+        raise UserError(f"cannot write a temporary file: {e.strerror}; TMPDIR names the folder for it") from None
+
+
 def request(row: Row, params: SamplingParams, model: LoadedModel) -> tuple:
-    """The prompt of a row, or the UserError that stands for one, and its sampling: `params` and what it sets itself."""
+    """The prompt of a row, or a UserError in place of one, and its parameters: `params` with what it sets itself."""
     try:
         own = replace(params, **row.params) if row.params else params
         check_stop(own, model.tokenizer, model.spec.vocab)

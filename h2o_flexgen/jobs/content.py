@@ -1,4 +1,4 @@
-"""The lines of an input file, whatever form people have it in: compressed, in another encoding, or from a pipe."""
+"""The lines of an input file, which may be compressed, in another encoding, or come from a pipe."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ OTHERS = {
     b"\xfd7zXZ\x00": "compressed with xz",
     b"BZh": "compressed with bzip2",
 }
-#: enough of a file to know its form and its encoding by
+#: enough of a file to recognise its form and its encoding
 HEAD_BYTES = 8
 #: the first line of a CSV
 HEADER = re.compile(rb'"?[\w .-]+"?([,;\t]"?[\w .-]+"?)+')
-#: a string in JSON, or the rest of a line where its end is missing
+#: a string in JSON, or the rest of the line if its end is missing
 STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?')
 #: bytes that are read at once
 BLOCK = 1 << 18
@@ -42,12 +42,12 @@ SPOOL_BYTES = 4 << 20
 
 
 class Content:
-    """The lines of an input file, - for stdin, in UTF-8 and without a byte order mark. They are read anew by each loop
-    over them, of which one may run at a time; what can be read only once is copied into a temporary file.
+    """The lines of an input file (- for stdin), in UTF-8 and without a byte order mark. Each loop over them, one at a
+    time, reads the file again; a pipe is copied into a temporary file.
 
     Raises:
-        UserError: also while lines are read: the file cannot be read; is not a regular file, pipe or terminal; or is
-            known to hold something else.
+        UserError: the file cannot be read, is not a regular file, pipe or terminal, or is known to hold something else.
+            Also while lines are read.
     """
 
     def __init__(self, path: str):
@@ -64,10 +64,10 @@ class Content:
         self.mark = len(codecs.BOM_UTF8) if head.startswith(codecs.BOM_UTF8) else 0
 
     def __iter__(self) -> Iterator[bytes]:
-        """Lines with their ends, as `bytes.splitlines` cuts them: a text may hold the other separators of Unicode."""
+        """Lines with their ends, as cut by `bytes.splitlines`: the other separators of Unicode may occur in texts."""
         rest = bytearray()
         for block in self._blocks():
-            tail = rest[-1:] + block  # behind a "\r" there may be a "\n" of the same line end
+            tail = rest[-1:] + block  # a "\r" and a "\n" may be parts of one line end
             rest += block
             if b"\n" in tail or b"\r" in tail:
                 *lines, last = bytes(rest).splitlines(keepends=True)
@@ -81,7 +81,7 @@ class Content:
             file = self._unpacked()
             file.seek(self.mark)
             blocks = iter(partial(file.read, BLOCK), b"")
-            if self.encoding.startswith("utf-8"):  # a line that is not UTF-8 is a bad row alone
+            if self.encoding.startswith("utf-8"):  # not decoded: a line that is not UTF-8 is just one bad row
                 yield from blocks
                 return
             decoder = codecs.getincrementaldecoder(self.encoding)()
@@ -95,7 +95,7 @@ class Content:
 
     @contextmanager
     def _readable(self) -> Iterator[None]:
-        """Inside, errors of reading are the user's."""
+        """Turn errors of reading into UserErrors."""
         name = f"`input_file` {self.path}"
         try:
             yield
@@ -103,7 +103,7 @@ class Content:
             raise UserError(f"{name} is compressed with gzip, but damaged or cut short: {e}") from None
         except UnicodeError:
             encoding = self.encoding[:6].upper()
-            raise UserError(f"{name} begins like {encoding}, but is not: save it in UTF-8") from None
+            raise UserError(f"{name} begins like {encoding}, but is not: save it as UTF-8") from None
         except OSError as e:
             raise UserError(f"cannot read {name}: {e.strerror}") from None
 
@@ -132,15 +132,15 @@ def _copied(file: BinaryIO) -> BinaryIO:
 
 
 def temporary_file() -> BinaryIO:
-    """A small one is in memory. A large one has no name, and lies in /var/tmp unless TMPDIR says otherwise: /tmp is in
-    RAM on many systems."""
+    """A temporary file. A small one is in memory; a large one is an unnamed file in TMPDIR, or else in /var/tmp, since
+    /tmp is in RAM on many systems."""
     folder = os.environ.get("TMPDIR", "/var/tmp")
     return tempfile.SpooledTemporaryFile(SPOOL_BYTES, dir=folder if os.access(folder, os.W_OK) else None)
 
 
 def check_no_array(content: Content) -> None:
-    """Raises UserError for a file that is one JSON array, whose last line may look like a row: its first bracket is
-    closed at its end."""
+    """Raises UserError for a file that is one JSON array, whose lines may look like rows: its first bracket closes at
+    its end."""
     depth = 0
     is_array = False
     for line in filter(bytes.strip, content):
@@ -156,7 +156,7 @@ def check_no_array(content: Content) -> None:
 
 
 def check_no_table(content: Content) -> None:
-    """For a file in which no line is an object: raises UserError if it looks like a CSV."""
+    """Raises UserError if a file in which no line is an object looks like a CSV."""
     path = content.path
     first = next(filter(None, map(bytes.strip, content)))
     if path.lower().endswith((".csv", ".tsv")) or HEADER.fullmatch(first):

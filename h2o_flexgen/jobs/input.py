@@ -23,14 +23,15 @@ class Row:
     """One prompt of a job.
 
     Attributes:
-        index: place among the rows; line: number of its line in the input file, from 1 on.
-        digest: of what the line holds.
-        custom_id: the user's own name for it, which no other row has.
+        index: place among the rows.
+        line: number of its line in the input file, from 1.
+        digest: of the content of the line.
+        custom_id: the user's own, unique name for it.
         prompt: a text, token ids or a conversation, or the UserError that says why the row has none.
         params: the `SamplingParams` that it sets.
-        kind: the form of its output: "plain", or of OpenAI's "chat" or "completion".
-        model: what an OpenAI line calls the model.
-        logprobs: whether it wants those of its tokens.
+        kind: the form of its output: "plain", or OpenAI's "chat" or "completion".
+        model: the model's name in an OpenAI line.
+        logprobs: whether its output has the log-probabilities of its tokens.
     """
 
     index: int
@@ -45,33 +46,33 @@ class Row:
 
     @property
     def id(self) -> str | int:
-        """What the row is known by from one run of a job to the next."""
+        """Identifies the row from one run of a job to the next."""
         return self.index if self.custom_id is None else self.custom_id
 
     @property
     def key(self) -> int:
-        """For the random numbers: the same wherever a row with a custom_id stands."""
+        """Selects the random numbers: independent of its place for a row with a custom_id."""
         if self.custom_id is None:
             return self.index
         return int(_digest(self.custom_id.encode("utf-8", "surrogatepass"))[:15], 16)
 
 
 class Rows:
-    """The rows of a job, in the order of their lines. Each loop over them reads them anew; what is kept of each takes
-    16 bytes.
+    """The rows of a job, in the order of their lines. Each loop over them reads the lines again; only 16 bytes of each
+    row are kept.
 
     Args:
-        name: what they are called in messages.
-        lines: what is to be read, the same in each loop: a row each, but for blank ones.
-        parse: from a line, the index of its row and its number, to the row.
+        name: of the rows in messages.
+        lines: the same in each loop: one row each, except blank ones.
+        parse: (line, index of its row, its number) -> row.
 
     Attributes:
-        known: (N, 2) uint64, by what each is known from one run of a job to the next: `id_hash` of its id, and its
+        known: (N, 2) uint64, which identify each row from one run of a job to the next: `id_hash` of its id, and its
             digest.
         has_objects: whether some lines are JSON objects.
 
     Raises:
-        UserError: a custom_id is there twice; or, in a loop, the lines are others than before.
+        UserError: two rows have the same custom_id; or, in a loop, the lines have changed.
     """
 
     def __init__(self, name: str, lines: Iterable[bytes], parse: Callable[[bytes, int, int], Row]):
@@ -96,7 +97,7 @@ class Rows:
     def those(self, wanted: np.ndarray) -> Iterator[Row]:
         """The rows for which `wanted`, (N,) bool, is true."""
         index = -1
-        for index, (number, line) in zip(range(len(self)), self._numbered()):  # what is appended later is not read
+        for index, (number, line) in zip(range(len(self)), self._numbered()):  # ignores lines that were appended
             if wanted[index]:
                 row = self.parse(line, index, number)
                 if int(row.digest, 16) != int(self.known[index, 1]):
@@ -131,7 +132,7 @@ def count_each(wanted: np.ndarray, values: np.ndarray) -> np.ndarray:
 
 
 def read_rows(path: str) -> Rows:
-    """The rows of an input file, - for stdin.
+    """The rows of an input file (- for stdin).
 
     Raises:
         UserError: the file cannot be read, is of another form, holds no rows, or has a custom_id twice.
@@ -147,11 +148,11 @@ def read_rows(path: str) -> Rows:
 
 
 class NotAnObject(UserError):
-    """A line that is no JSON object."""
+    """A line that is not a JSON object."""
 
 
 def parse_row(line: bytes, index: int, number: int) -> Row:
-    """Of a line of an input file; one that cannot be run has an error for a prompt."""
+    """The row of a line of an input file; one that cannot be run has an error in place of a prompt."""
     row = Row(index, number, _digest(line))
     try:
         data = _object(line)
@@ -183,7 +184,7 @@ def _object(line: bytes) -> dict:
 
 
 def _without_duplicates(pairs: list[tuple]) -> dict:
-    """Python would take the last value, and other readers the first."""
+    """An object without duplicate keys: Python would take the last value, other readers the first."""
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
@@ -193,7 +194,7 @@ def _without_duplicates(pairs: list[tuple]) -> dict:
 
 
 def _prompt(data: dict) -> str | list[int] | Conversation:
-    """Of a plain row; null is none. Raises UserError if it has none, or two."""
+    """The prompt of a plain row. Raises UserError if it has none, or two; null is none."""
     if data.get("messages") is not None:
         for name in ("prompt", "prompt_token_ids"):
             if data.get(name) is not None:
@@ -216,7 +217,7 @@ def _digest(content: bytes) -> str:
 
 
 def id_hash(id: str | int) -> int:
-    """64 bits of what a row is known by."""
+    """64 bits of a row's id."""
     return int(_digest(json.dumps(id).encode()), 16)
 
 
@@ -244,13 +245,13 @@ def builtin_text() -> str:
 
 
 def builtin_prompts(tokenizer, vocab: int, count: int, length: int) -> list[list[int]]:
-    """`count` prompts of exactly `length` tokens: passages of `builtin_text` that begin at even distances, and go on at
-    its beginning where it ends; without a tokenizer random ids below `vocab`."""
+    """`count` prompts of exactly `length` tokens: passages of `builtin_text` that begin at even distances and wrap
+    around at its end; without a tokenizer random ids below `vocab`."""
     if tokenizer is None:
         rng = random.Random(0)
         ids = [rng.randrange(4, vocab) for _ in range(count * length)]
         return [ids[begin : begin + length] for begin in range(0, count * length, length)]
-    first = tokenizer("")["input_ids"][:length]  # what the tokenizer puts before every text
+    first = tokenizer("")["input_ids"][:length]  # the tokenizer begins every text with these
     ids = tokenizer(builtin_text(), add_special_tokens=False, verbose=False)["input_ids"]
     left = length - len(first)
     begins = [n * len(ids) // count for n in range(count)]

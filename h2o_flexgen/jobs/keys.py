@@ -1,7 +1,7 @@
-"""What a row may say of its sampling, and what it may not: one table for plain rows and for requests.
+"""The keys of a row that control sampling, and those that are refused: one table for plain rows and for requests.
 
 A key that would change the answer and cannot be honoured is an error, under the names of OpenAI, vLLM, transformers,
-llama.cpp and others, whatever their case, hyphens and underscores. Other keys are labels of the user's.
+llama.cpp and others, whatever their case, hyphens and underscores. All other keys are the user's labels.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 
 from h2o_flexgen.errors import UserError
 
-#: what a row may say of its sampling: the types of each
+#: keys that set a row's sampling: the types of each
 SAMPLING = {
     "max_tokens": int,
     "temperature": (int, float),
@@ -21,144 +21,61 @@ SAMPLING = {
     "stop_token_ids": list,
     "ignore_eos": bool,
 }
-#: what would change the answer and cannot be done: values that are harmless, beside empty ones
-REFUSED = {
-    # OpenAI
-    "n": (1,),
-    "best_of": (1,),
-    "stream": (),
-    "echo": (),
-    "suffix": (),
-    "tools": (),
+#: keys that would change the answer and are not supported: of OpenAI, of vLLM and SGLang, of transformers, of
+#: llama.cpp, of Google, and ours, which hold for a whole job
+UNSUPPORTED = """
+stream echo suffix tools functions logit_bias audio reasoning_effort verbosity web_search_options
+bad_words allowed_token_ids logits_processors prompt_logprobs guided_json guided_regex guided_choice guided_grammar
+guided_decoding structured_outputs json_schema structural_tag ebnf stop_regex vllm_xargs lora_request
+include_stop_str_in_output truncate_prompt_tokens add_special_tokens continue_final_message chat_template documents
+prompt_embeds use_beam_search thinking_token_budget sampling_params extra_body
+max_time early_stopping bad_words_ids force_words_ids suppress_tokens begin_suppress_tokens sequence_bias
+forced_bos_token_id forced_eos_token_id generation_config
+grammar
+response_schema
+kv_budget kv_rule hh_ratio hh_size recent_ratio recent_size
+""".split()
+#: the same, but harmless if they are 1
+OFF_AT_1 = """
+n best_of repetition_penalty num_beams num_beam_groups num_return_sequences encoder_repetition_penalty length_penalty
+typical_p guidance_scale repeat_penalty rep_pen tfs_z candidate_count
+""".split()
+#: or 0
+OFF_AT_0 = """
+top_logprobs frequency_penalty presence_penalty min_p min_tokens min_length min_new_tokens no_repeat_ngram_size
+diversity_penalty penalty_alpha epsilon_cutoff eta_cutoff freq_penalty dry_multiplier xtc_probability dynatemp_range
+mirostat
+""".split()
+#: values of all unsupported keys that are harmless, besides empty ones
+REFUSED = dict.fromkeys(UNSUPPORTED, ()) | dict.fromkeys(OFF_AT_1, (1,)) | dict.fromkeys(OFF_AT_0, (0,))
+REFUSED |= {
     "tool_choice": ("none", "auto"),
-    "functions": (),
     "function_call": ("none", "auto"),
-    "top_logprobs": (0,),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "logit_bias": (),
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
-    "audio": (),
-    "reasoning_effort": (),
-    "verbosity": (),
-    "web_search_options": (),
-    # vLLM, SGLang
-    "repetition_penalty": (1,),
-    "min_p": (0,),
-    "min_tokens": (0,),
-    "bad_words": (),
-    "allowed_token_ids": (),
-    "logits_processors": (),
-    "prompt_logprobs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_decoding": (),
-    "structured_outputs": (),
-    "json_schema": (),
-    "structural_tag": (),
-    "ebnf": (),
-    "stop_regex": (),
-    "vllm_xargs": (),
-    "lora_request": (),
-    "include_stop_str_in_output": (),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
-    "truncate_prompt_tokens": (),
-    "add_special_tokens": (),
     "add_generation_prompt": (True,),
-    "continue_final_message": (),
-    "chat_template": (),
-    "documents": (),
-    "prompt_embeds": (),
-    "use_beam_search": (),
-    "thinking_token_budget": (),
-    "sampling_params": (),
-    "extra_body": (),
-    # transformers
-    "num_beams": (1,),
-    "num_beam_groups": (1,),
-    "max_time": (),
-    "num_return_sequences": (1,),
-    "min_length": (0,),
-    "min_new_tokens": (0,),
-    "no_repeat_ngram_size": (0,),
-    "encoder_repetition_penalty": (1,),
-    "length_penalty": (1,),
-    "diversity_penalty": (0,),
-    "early_stopping": (),
-    "penalty_alpha": (0,),
-    "typical_p": (1,),
-    "epsilon_cutoff": (0,),
-    "eta_cutoff": (0,),
-    "guidance_scale": (1,),
-    "bad_words_ids": (),
-    "force_words_ids": (),
-    "suppress_tokens": (),
-    "begin_suppress_tokens": (),
-    "sequence_bias": (),
-    "forced_bos_token_id": (),
-    "forced_eos_token_id": (),
-    "generation_config": (),
-    # llama.cpp, Ollama, KoboldAI
-    "repeat_penalty": (1,),
     "repeat_last_n": (0, 64),
-    "rep_pen": (1,),
-    "freq_penalty": (0,),
-    "dry_multiplier": (0,),
-    "xtc_probability": (0,),
     "top_n_sigma": (-1,),
-    "dynatemp_range": (0,),
-    "grammar": (),
-    "mirostat": (0,),
-    "tfs_z": (1,),
-    # Google
-    "candidate_count": (1,),
-    "response_schema": (),
     "response_mime_type": ("text/plain",),
-    # ours, of a whole job
-    "kv_budget": (),
-    "kv_rule": (),
-    "hh_ratio": (),
-    "hh_size": (),
-    "recent_ratio": (),
-    "recent_size": (),
 }
-#: other names for what a row may say
-OTHER_NAMES = {
-    "max_token": "max_tokens",
-    "max_new_tokens": "max_tokens",
-    "max_length": "max_tokens",
-    "max_output_tokens": "max_tokens",
-    "max_tokens_to_sample": "max_tokens",
-    "max_gen_len": "max_tokens",
-    "max_gen_toks": "max_tokens",
-    "gen_len": "max_tokens",
-    "n_predict": "max_tokens",
-    "num_predict": "max_tokens",
-    "do_sample": "temperature",
-    "stopwords": "stop",
-    "stop_words": "stop",
-    "stop_sequence": "stop",
-    "stop_sequences": "stop",
-    "stop_string": "stop",
-    "stop_strings": "stop",
-    "stop_token": "stop",
-    "stop_tokens": "stop",
-    "eos_token": "stop",
-    "stop_token_id": "stop_token_ids",
-    "eos_token_id": "stop_token_ids",
-    "eos_token_ids": "stop_token_ids",
-    "ignore_eos_token": "ignore_eos",
-    "random_seed": "seed",
-    "enable_thinking": "chat_template_kwargs",
-    "input_ids": "prompt_token_ids",
-    "system": "messages",
-    "system_prompt": "messages",
+#: other names of supported keys
+ALIASES = {
+    "max_tokens": "max_token max_new_tokens max_length max_output_tokens max_tokens_to_sample max_gen_len max_gen_toks "
+    "gen_len n_predict num_predict",
+    "temperature": "do_sample",
+    "stop": "stopwords stop_words stop_sequence stop_sequences stop_string stop_strings stop_token stop_tokens "
+    "eos_token",
+    "stop_token_ids": "stop_token_id eos_token_id eos_token_ids",
+    "ignore_eos": "ignore_eos_token",
+    "seed": "random_seed",
+    "chat_template_kwargs": "enable_thinking",
+    "prompt_token_ids": "input_ids",
+    "messages": "system system_prompt",
 }
-#: what a row or a request may say in all, besides "prompt"
+OTHER_NAMES = {alias: name for name, aliases in ALIASES.items() for alias in aliases.split()}
+#: all supported keys of a row or a request, besides "prompt"
 HONOURED = SAMPLING.keys() | {
     "max_completion_tokens",
     "logprobs",
@@ -166,13 +83,13 @@ HONOURED = SAMPLING.keys() | {
     "prompt_token_ids",
     "messages",
 }
-#: names above that data sets have for columns of their own: labels in a plain row
+#: names above that are also common columns of data sets: labels in a plain row
 COLUMNS = {"echo", "suffix", "stopwords", "min_length", "max_length", "input_ids"}
-#: the same, but arguments of a chat where they stand beside messages
+#: the same, but arguments of a chat in a row with messages
 PROMPT_COLUMNS = {"audio", "documents", "functions", "verbosity"}
-#: objects in which other systems have what a row says of its sampling
+#: objects in which other systems keep the sampling of a row
 OBJECTS = {"options", "parameters"}
-#: names above whose false asks for something
+#: names above for which false is not harmless
 SWITCHES = {
     "skip_special_tokens",
     "spaces_between_special_tokens",
@@ -184,7 +101,7 @@ SWITCHES = {
 
 
 class RowError(UserError):
-    """A row that cannot be run; `param` is what of it is to blame."""
+    """A row that cannot be run; `param`: the key at fault."""
 
     def __init__(self, message: str, param: str | None = None):
         super().__init__(message)
@@ -195,18 +112,18 @@ def sampling(data: dict, is_body: bool = False) -> dict:
     """The `SamplingParams` that a plain row or the body of a request sets; null sets nothing.
 
     Raises:
-        RowError: a value of a wrong type, or something that would change the answer and cannot be done. Which values
-            are in range `SamplingParams` knows.
+        RowError: a value of a wrong type, or a key that would change the answer and is not supported. `SamplingParams`
+            itself checks ranges.
     """
     labels = set() if is_body else _labels(data)
     for name, value in data.items():
         if (known := known_name(name)) not in labels:
             _check_key(name, known, value)
     found = {name: data[name] for name in SAMPLING if data.get(name) is not None}
-    if data.get("max_completion_tokens") is not None:  # the newer name wins
+    if data.get("max_completion_tokens") is not None:  # the newer name takes precedence
         found["max_tokens"] = data["max_completion_tokens"]
     for name, value in found.items():
-        is_flag = isinstance(value, bool)  # which Python takes for a number
+        is_flag = isinstance(value, bool)  # an int to Python
         if not isinstance(value, SAMPLING[name]) or is_flag != (SAMPLING[name] is bool):
             raise RowError(f"{name} cannot be {short(value)}", name)
         if isinstance(value, int) and abs(value) >= 1 << 64:
@@ -215,12 +132,12 @@ def sampling(data: dict, is_body: bool = False) -> dict:
 
 
 def _labels(row: dict) -> set[str]:
-    """Names that mean nothing in a plain row."""
+    """Names above that are labels in this plain row."""
     return COLUMNS if row.get("messages") is not None else COLUMNS | PROMPT_COLUMNS
 
 
 def _check_key(name: str, known: str | None, value) -> None:
-    """Raises RowError if `name` is not honoured, and its value asks for something."""
+    """Raises RowError if `name` is not supported, and its value asks for something."""
     if name in OBJECTS and isinstance(value, dict):
         for inner in value:
             if known_name(inner) in SAMPLING.keys() | OTHER_NAMES.keys() and not is_empty(value[inner]):
@@ -234,7 +151,7 @@ def _check_key(name: str, known: str | None, value) -> None:
 
 
 def is_empty(value) -> bool:
-    """Whether a value asks for nothing, whatever its key: clients write out all they know."""
+    """Whether a value asks for nothing, whatever its key: some clients write out every key."""
     return value is None or value in ("", [], {})
 
 

@@ -1,4 +1,4 @@
-"""The manifest beside an output file: what the job is, so that it can go on. It is locked while the job runs."""
+"""The manifest beside an output file: identifies the job, so that it can resume. It is locked while the job runs."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from h2o_flexgen.utils.files import open_regular
 
 #: rows on a line of the file
 LINE_ROWS = 1024
-#: two numbers of 64 bits a row, the hash of its id and its digest
+#: of the two numbers of a row, the hash of its id and its digest
 PACKED = np.dtype(">u8")
 #: the end of the line before the rows
 ROWS = b'"rows": [\n'
-#: the line behind them
+#: the line after them
 END = b"]}\n"
 
 
@@ -36,15 +36,15 @@ def manifest_path(output: Path) -> Path:
 
 @dataclass
 class Manifest:
-    """What decides the tokens of every row of a job, and what has become of it.
+    """All that decides the tokens of a job's rows, and its history.
 
     Attributes:
-        settings: what must not change from one run to the next, by the names of arguments.
-        kv_budget: as `KVBudget.to_dict` has it; None for a full cache.
+        settings: by the names of arguments, those that must not change from one run to the next.
+        kv_budget: from `KVBudget.to_dict`; None for a full cache.
         longest_prompt: of the job when it first began, in tokens.
-        rows: (N, 2) uint64, as `Rows.known` has it; in the file, base64 of LINE_ROWS rows a line.
+        rows: (N, 2) uint64, as `Rows.known`; in the file, base64 with LINE_ROWS rows a line.
         compress_cache: the format of the KV cache.
-        runs: for each the time of its "start", in seconds of the Unix epoch, and the rows that were "done" by then.
+        runs: of each, the time of its "start", in seconds of the Unix epoch, and the rows that were "done" by then.
     """
 
     settings: dict
@@ -55,11 +55,11 @@ class Manifest:
     compress_cache: str | None = None
 
     def write(self, path: Path, *, is_new: bool) -> BinaryIO:
-        """Put it on disk; returns the file, which is locked. Raises OSError as `replace_file`."""
+        """Write the file; returns it, locked. Raises OSError as `replace_file`."""
         return replace_file(path, self._encoded(), is_new=is_new)
 
     def _encoded(self) -> Iterator[bytes]:
-        """As JSON, of which no reader needs to hold more than a line."""
+        """As JSON in lines that a reader may parse one at a time."""
         fields = dict(vars(self))
         rows = fields.pop("rows")
         yield json.dumps(fields).encode().removesuffix(b"}") + b", " + ROWS
@@ -70,7 +70,7 @@ class Manifest:
 
     @classmethod
     def read(cls, path: Path) -> Manifest | None:
-        """None if there is none. Raises UserError if it cannot be read or is damaged."""
+        """A manifest; None if there is no file. Raises UserError if it cannot be read or is damaged."""
         try:
             with open(open_regular(path), "rb") as file:
                 found = cls(**_fields(file))
@@ -104,7 +104,7 @@ def _fields(file: BinaryIO) -> dict:
 
 
 def _unpacked(parts: Iterable[str | list]) -> np.ndarray:
-    """The rows of a manifest; jobs that began earlier have [id, digest] of each."""
+    """The rows of a manifest; those of earlier versions have [id, digest] of each."""
     found = bytearray()
     for part in parts:
         if isinstance(part, str):
@@ -116,14 +116,14 @@ def _unpacked(parts: Iterable[str | list]) -> np.ndarray:
 
 
 def lock(path: Path) -> BinaryIO | None:
-    """Lock the manifest of a job against other jobs until the file that is returned is closed; None if there is none.
+    """Lock the manifest of a job against other jobs until the returned file is closed; None if there is no manifest.
 
     Raises:
-        UserError: it cannot be read, or another job has it.
+        UserError: it cannot be read, or another job has locked it.
     """
     busy = UserError(f"another job is writing the output file of {path}")
     try:
-        file = open(open_regular(path, os.O_RDWR), "r+b")  # NFS locks only what is open for writing
+        file = open(open_regular(path, os.O_RDWR), "r+b")  # NFS locks only files that are open for writing
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except FileNotFoundError:
         return None
@@ -139,7 +139,7 @@ def lock(path: Path) -> BinaryIO | None:
 
 
 def is_running(path: Path) -> bool:
-    """Whether a job has the manifest locked. Raises UserError if it cannot be read."""
+    """Whether a job has locked the manifest. Raises UserError if it cannot be read."""
     try:
         with open(open_regular(path), "rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -15,11 +15,12 @@ from h2o_flexgen.errors import UserError
 from h2o_flexgen.jobs.keys import HONOURED, REFUSED, SAMPLING, RowError, is_empty, sampling, short
 
 if TYPE_CHECKING:
+    from h2o_flexgen.engine.outputs import RequestOutput
     from h2o_flexgen.jobs.input import Row
 
-#: url: the kind of its rows
+#: the kind of a row by its url
 URLS = {"/v1/chat/completions": "chat", "/v1/completions": "completion"}
-#: what else a body may have: it is read elsewhere, or changes no response
+#: other keys of a body, which are read elsewhere or do not affect the response
 OTHERS = set(
     "model messages prompt logprobs max_completion_tokens chat_template_kwargs user metadata store service_tier "
     "safety_identifier prompt_cache_key prompt_cache_retention parallel_tool_calls stream_options prediction "
@@ -28,7 +29,7 @@ OTHERS = set(
 
 
 def is_request(data: dict) -> bool:
-    """Whether a line is a request, and no plain row: those may have labels of any name."""
+    """Whether a line is a request, not a plain row, which may have labels of any name."""
     given = {name for name, value in data.items() if value is not None}
     return bool(given & {"url", "body"}) and not given & {"prompt", "prompt_token_ids", "messages"}
 
@@ -37,11 +38,11 @@ def parse(data: dict, row: Row) -> None:
     """Fill `row` from a request.
 
     Raises:
-        UserError: one that cannot be run. Without a custom_id its output can only be a plain row.
+        UserError: it cannot be run. The output of one without a custom_id can only be a plain row.
     """
     if row.custom_id is None:
         raise UserError("a request needs a custom_id")
-    row.kind = URLS.get(str(data.get("url")), "chat")  # an error looks the same in either
+    row.kind = URLS.get(str(data.get("url")), "chat")  # errors look the same in both
     if str(data.get("url")) not in URLS:
         raise RowError(f"url must be one of {', '.join(URLS)}, not {short(data.get('url'))}", "url")
     if data.get("method") != "POST":
@@ -50,7 +51,7 @@ def parse(data: dict, row: Row) -> None:
     if not isinstance(body, dict):
         raise RowError("body must be an object", "body")
     row.model = body["model"] if isinstance(body.get("model"), str) else None
-    sampling(data)  # what cannot be done is refused beside the body too
+    sampling(data)  # refuses unsupported keys outside the body too
     if misplaced := [name for name in data if name in HONOURED and not is_empty(data[name])]:
         raise RowError(f"{misplaced[0]} belongs in the body", misplaced[0])
     row.params = sampling(body, is_body=True)
@@ -66,10 +67,10 @@ def parse(data: dict, row: Row) -> None:
 
 
 def conversation(data: dict) -> Conversation:
-    """Of a plain row or the body of a request.
+    """The conversation of a plain row or the body of a request.
 
     Raises:
-        RowError: there are no messages, one is of a wrong shape, or `chat_template_kwargs` is not an object.
+        RowError: there are no messages, one has a wrong shape, or `chat_template_kwargs` is not an object.
     """
     messages = data.get("messages")
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
@@ -101,8 +102,8 @@ def _completion_prompt(prompt) -> str | list[int]:
 
 
 def wants_logprobs(data: dict, kind: str) -> bool:
-    """Those of the chosen tokens: `true`, and in a completion 0, the number of others beside each. Raises UserError for
-    anything else."""
+    """Whether a row asks for the log-probabilities of the chosen tokens: by true, or in a completion by 0, the number
+    of alternatives. Raises RowError for anything else."""
     logprobs = data.get("logprobs")
     if logprobs is None or logprobs is False:
         return False
@@ -115,12 +116,8 @@ def wants_logprobs(data: dict, kind: str) -> bool:
 # responses
 
 
-def response(row: Row, output, model: str, tokenizer) -> dict:
-    """The output line of a request that was run.
-
-    Args:
-        output: its `RequestOutput`; model: the name to give where the request names none.
-    """
+def response(row: Row, output: RequestOutput, model: str, tokenizer) -> dict:
+    """The output line of a request that was run. `model`: the name to give if the request names none."""
     if output.error is not None:
         return failure(row, UserError(output.error), 500)
     done = output.outputs[0]
@@ -146,7 +143,7 @@ def response(row: Row, output, model: str, tokenizer) -> dict:
 
 
 def failure(row: Row, error: UserError, status: int = 400) -> dict:
-    """The output line of a request that cannot be run (400), or that broke off (500)."""
+    """The output line of a request that cannot be run (400), or that was aborted (500)."""
     kind = "invalid_request_error" if status == 400 else "server_error"
     param = getattr(error, "param", None)
     return _line(row, status, {"error": {"message": str(error), "type": kind, "param": param, "code": None}})
@@ -158,12 +155,12 @@ def _line(row: Row, status: int, body: dict) -> dict:
 
 
 def _number(row: Row) -> str:
-    """Not random: a job that goes on gives the lines of one that was never stopped."""
+    """Not random: a job that was resumed gives the lines of one that never stopped."""
     return hashlib.sha256(f"{row.custom_id!r} {row.digest}".encode()).hexdigest()[:24]
 
 
 def _token_texts(tokenizer, tokens: list[int]) -> list[str]:
-    """Of each token for itself; of a model without a tokenizer its number, as vLLM writes it."""
+    """The text of each token; without a tokenizer its id, written as in vLLM."""
     if tokenizer is None:
         return [f"token_id:{token}" for token in tokens]
     return [tokenizer.decode([token], clean_up_tokenization_spaces=False) for token in tokens]
@@ -172,7 +169,7 @@ def _token_texts(tokenizer, tokens: list[int]) -> list[str]:
 def _chat_logprobs(texts: list[str], logprobs: list[float]) -> dict:
     content = []
     for text, logprob in zip(texts, logprobs):
-        is_part = "\ufffd" in text  # of a character
+        is_part = "\ufffd" in text  # an incomplete character
         values = None if is_part else list(text.encode("utf-8", "replace"))
         content.append({"token": text, "logprob": logprob, "bytes": values, "top_logprobs": []})
     return {"content": content, "refusal": None}

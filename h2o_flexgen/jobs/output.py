@@ -1,4 +1,4 @@
-"""Output files: JSON lines, appended as rows finish, that survive a kill -9 and a full disk."""
+"""Output files: JSON lines, appended as rows finish, which survive a kill -9 and a full disk."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
 
@@ -22,6 +22,9 @@ from h2o_flexgen.jobs import openai
 from h2o_flexgen.jobs.input import Row
 from h2o_flexgen.utils.files import open_regular, sync
 
+if TYPE_CHECKING:
+    from h2o_flexgen.engine.outputs import RequestOutput
+
 log = logging.getLogger(__name__)
 
 #: bytes of a file that are written at once
@@ -29,14 +32,14 @@ PIECE = 1 << 18
 
 
 class OutputFile:
-    """The output file of a job that runs: rows are appended as they finish.
+    """The output file of a running job: rows are appended as they finish.
 
     Args:
-        kept: (index, line) of rows that are done already; whatever else the file holds goes.
+        kept: (index, line) of rows that are done already; anything else in the file is dropped.
 
     Attributes:
-        waiting: (index, line) of finished rows that are not on the disk yet. Of the others only indices and places in
-            the file are kept.
+        waiting: (index, line) of finished rows that are not on disk yet. Of the others only indices and places in the
+            file are kept in memory.
 
     Raises:
         OSError: the file cannot be written.
@@ -46,28 +49,28 @@ class OutputFile:
         self.path = path
         self.indices = array("q")
         self.offsets = array("q")
-        self.size = 0  # of the rows on the disk
+        self.size = 0  # bytes of the rows on disk
         self.waiting: list[tuple[int, bytes]] = []
         self.error: OSError | None = None  # of the last flush
         self.file = replace_file(path, (self._noted(index, line) for index, line in kept))
 
     @property
     def written(self) -> int:
-        """How many rows are on the disk."""
+        """How many rows are on disk."""
         return len(self.indices)
 
     def add(self, index: int, row: DoneRow) -> None:
         self.waiting.append((index, encoded(row.data)))
 
     def flush(self) -> None:
-        """Write the rows that wait, to the disk itself; if it does not take them they wait on (`error`)."""
+        """Write the waiting rows, and sync them to disk; those that fail keep waiting (`error`)."""
         if not self.waiting:
             return
         written = 0
         try:
             if os.fstat(self.file.fileno()).st_size < self.size:
                 raise OSError(errno.EIO, "somebody has cut it short")
-            self.file.truncate(self.size)  # half a row is none; nor is one that a failed fsync may have dropped
+            self.file.truncate(self.size)  # drops half a row, and rows that a failed fsync may have lost
             try:
                 for _, line in self.waiting:
                     _write(self.file, line)
@@ -80,7 +83,7 @@ class OutputFile:
             self.error = None
         except OSError as e:
             if self.error is None:
-                log.warning("cannot write %s: %s; the job goes on, its rows wait in memory", self.path, e.strerror)
+                log.warning("cannot write %s: %s; the job continues, its rows wait in memory", self.path, e.strerror)
             self.error = e
 
     def _noted(self, index: int, line: bytes) -> bytes:
@@ -97,16 +100,17 @@ class OutputFile:
         """
         self.flush()
         if self.error is not None:
+            count = self.written + len(self.waiting)
             raise UserError(
-                f"cannot write {self.path}: {self.error.strerror}; {self.written} of "
-                f"{self.written + len(self.waiting)} finished rows are in it: make room, and the same command goes on"
+                f"cannot write {self.path}: {self.error.strerror}; {self.written} of {count} finished rows are in it: "
+                "make room, then the same command resumes the job"
             )
         if os.fstat(self.file.fileno()).st_size != self.size:
-            raise UserError(f"`output_file` {self.path} was edited while the job ran: the same command goes on")
+            raise UserError(f"`output_file` {self.path} was edited while the job ran: the same command resumes the job")
         put_in_order(self.path, self._ordered)
 
     def _ordered(self) -> Iterator[bytes]:
-        with open(os.dup(self.file.fileno()), "rb") as file:  # its name may have become that of a copy
+        with open(os.dup(self.file.fileno()), "rb") as file:  # its name may belong to a copy by now
             for n in np.argsort(self.indices):
                 yield line_at(file, self.offsets[n])
 
@@ -115,7 +119,7 @@ class OutputFile:
 
 
 def put_in_order(path: Path, lines: Callable[[], Iterable[bytes]]) -> None:
-    """Rewrite an output file, which is to hold these lines, unless it does already. Raises UserError."""
+    """Rewrite an output file with its lines in order, unless they already are. Raises UserError."""
     try:
         with open(open_regular(path), "rb") as file:
             is_ordered = all(old == new for old, new in zip_longest(file, lines()))
@@ -128,10 +132,11 @@ def put_in_order(path: Path, lines: Callable[[], Iterable[bytes]]) -> None:
 
 
 def replace_file(path: Path, lines: Iterable[bytes], *, is_new: bool = False) -> BinaryIO:
-    """Write a file whole, on the disk itself, and only then under its name; returns it, open and locked (flock).
+    """Replace a file atomically: write and sync a new one before it gets the name; returns it, open and locked (flock).
 
     Raises:
-        OSError: it cannot be written; `path` is as it was, or whole. BlockingIOError: another process does the same.
+        OSError: it cannot be written; `path` is unchanged, or complete.
+        BlockingIOError: another process does the same.
         FileExistsError: with `is_new`, there is one.
     """
     new = path.with_name(f".{path.name}.new")
@@ -141,7 +146,7 @@ def replace_file(path: Path, lines: Iterable[bytes], *, is_new: bool = False) ->
             raise FileExistsError(path)
         if path.exists():
             os.fchmod(file.fileno(), stat.S_IMODE(path.stat().st_mode))
-        file.truncate(0)  # of a process that was killed
+        file.truncate(0)  # it may be left from a process that was killed
         _write_all(file, lines)
         os.fsync(file.fileno())
         os.replace(new, path)
@@ -154,7 +159,7 @@ def replace_file(path: Path, lines: Iterable[bytes], *, is_new: bool = False) ->
 
 
 def _open_locked(path: Path) -> BinaryIO:
-    """To append and to read. Whoever replaces a file with it has the lock already when it gets its name."""
+    """A file to append and to read, locked before it can get the name of another one."""
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
     try:
         file = open(open_regular(path, flags, 0o666), "ab", buffering=0)
@@ -166,7 +171,7 @@ def _open_locked(path: Path) -> BinaryIO:
         if not os.path.lexists(path) or not os.path.samestat(found, path.lstat()):
             raise BlockingIOError(errno.EAGAIN, "another process has just put it in place")
         if found.st_nlink > 1:
-            raise OSError(errno.EMLINK, f"{path}: it is another file too, by a hard link")
+            raise OSError(errno.EMLINK, f"{path}: it is a hard link to another file")
     except OSError:
         file.close()
         raise
@@ -179,7 +184,7 @@ def _write(file: BinaryIO, data: bytes) -> None:
 
 
 def _write_all(file: BinaryIO, lines: Iterable[bytes]) -> None:
-    """In few large pieces."""
+    """Write lines in a few large pieces."""
     data = bytearray()
     for line in lines:
         data += line
@@ -198,11 +203,12 @@ def encoded(data: dict) -> bytes:
 
 @dataclass(frozen=True)
 class DoneRow:
-    """A line of the output file: a plain row, or a response of OpenAI's form.
+    """A line of the output file: a plain row, or a response in OpenAI's form.
 
     Attributes:
-        id: as `Row.id`; data: what the line holds.
-        error: why it has failed; None if it has not.
+        id: as `Row.id`.
+        data: the content of the line.
+        error: why it failed; None if it did not.
         tokens: how many were generated.
     """
 
@@ -213,7 +219,7 @@ class DoneRow:
 
     @classmethod
     def of(cls, data: dict) -> DoneRow:
-        """Raises TypeError, KeyError or AttributeError for what is no such line."""
+        """The row of a line. Raises TypeError, KeyError or AttributeError for anything else."""
         id = data["index"] if data.get("custom_id") is None else data["custom_id"]
         if type(id) not in (int, str):
             raise TypeError
@@ -226,8 +232,8 @@ class DoneRow:
         return cls(id, data, None, answer["body"]["usage"]["completion_tokens"] + 0)
 
 
-def done_row(row: Row, output, model: str, tokenizer) -> DoneRow:
-    """Of a row that was run; `output`: its `RequestOutput`, `model`: the model's name."""
+def done_row(row: Row, output: RequestOutput, model: str, tokenizer) -> DoneRow:
+    """The line of a row that was run. `model`: the model's name."""
     if row.kind != "plain":
         return DoneRow.of(openai.response(row, output, model, tokenizer))
     if output.error is not None:
@@ -238,7 +244,7 @@ def done_row(row: Row, output, model: str, tokenizer) -> DoneRow:
 
 
 def failed_row(row: Row, error: UserError) -> DoneRow:
-    """Of a row that cannot be run."""
+    """The line of a row that cannot be run."""
     return DoneRow.of(openai.failure(row, error) if row.kind != "plain" else _begin(row) | {"error": str(error)})
 
 
@@ -247,7 +253,7 @@ def _begin(row: Row) -> dict:
 
 
 def open_done(path: Path) -> BinaryIO:
-    """An output file, empty if there is none. Raises UserError if it cannot be read."""
+    """Open an output file; an empty one if it does not exist. Raises UserError if it cannot be read."""
     try:
         return open(open_regular(path), "rb")
     except FileNotFoundError:
@@ -257,11 +263,11 @@ def open_done(path: Path) -> BinaryIO:
 
 
 def read_done(path: Path, file: BinaryIO) -> Iterator[tuple[int, DoneRow]]:
-    """Where a row begins in an output file, and the row; behind a power failure the last line may be half a row, which
-    is none.
+    """The offset of each row in an output file, and the row; after a power failure the last line may be half a row,
+    which is ignored.
 
     Raises:
-        UserError: the file cannot be read, or a line is no row.
+        UserError: the file cannot be read, or a line is not a row.
     """
     offset = 0
     try:
@@ -284,7 +290,7 @@ def line_at(file: BinaryIO, offset: int) -> bytes:
 
 
 def moved(line: bytes, index: int) -> bytes:
-    """A line of an output file, of the row that now has this index."""
+    """A line of an output file with the index that its row has now."""
     if line.startswith(b'{"index": %d, ' % index):
         return line
     data = json.loads(line)
@@ -296,19 +302,19 @@ def cannot_read(path: Path, error: OSError) -> UserError:
 
 
 def no_row(path: Path, number: int) -> UserError:
-    advice = "take the line out, and its row is run again"
-    return UserError(f"`output_file` {path}: line {number} is no row of this job, or has been edited: {advice}")
+    advice = "remove the line to run its row again"
+    return UserError(f"`output_file` {path}: line {number} is not a row of this job, or was edited: {advice}")
 
 
 @dataclass
 class Failures:
-    """How many rows failed, and what the first of them says."""
+    """How many rows failed, and the message of the first of them."""
 
     count: int = 0
     first: str = ""
 
     def note(self, id: str | int, error: str | None) -> None:
-        """Of a row; `error`: None if it has not failed."""
+        """Count a row; `error`: None if it has not failed."""
         if error is not None:
             self.count += 1
             self.first = self.first or f"row {id}: {error}"

@@ -1,4 +1,4 @@
-"""What decides the tokens of a job: a model, and how it is run."""
+"""The settings that decide the tokens of a job: its model, and how it is run."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from h2o_flexgen.models.folder import weight_files
 from h2o_flexgen.policy import KVBudget
 from h2o_flexgen.utils.files import samples
 
-#: settings that are fingerprints of files, in words
+#: what settings that are fingerprints stand for, in words
 FILES = {"files": "the model's files or tokenizer", "layers": "what the file of `kv_rule`'s option layers says"}
 
 
 def settings_of(llm: LLM, params: SamplingParams, longest_prompt: int) -> dict:
-    """All that decides the tokens of a row, besides itself and the slots of its KV cache."""
+    """All that decides the tokens of a row, except the row itself and the slots of its KV cache."""
     budget = llm.kv_budget
     sampling = ("temperature", "top_k", "top_p", "ignore_eos", "seed")
     layers = layer_losses(budget.rule) if isinstance(budget, KVBudget) else None
@@ -38,14 +38,14 @@ def settings_of(llm: LLM, params: SamplingParams, longest_prompt: int) -> dict:
         **{name: getattr(params, name) for name in sampling},
         "gen_len": params.max_tokens,
         "stop": list(params.stop),
-        "stop_token_ids": list(params.stop_token_ids) or None,  # None: as jobs have that began without
+        "stop_token_ids": list(params.stop_token_ids) or None,  # None, as in manifests of earlier versions
         "chat_template_kwargs": llm.model.chat.template_kwargs or None,
         "version": __version__,
     }
 
 
 def changes(old: dict, new: dict) -> list[str]:
-    """In words, which settings differ. Where the same files lie, and which revision they are of, does not matter."""
+    """Which settings differ, in words. The location and the revision of the same files do not matter."""
     names = [name for name in new if old.get(name) != new[name]]
     if "files" not in names:
         names = [name for name in names if name not in ("model", "model_revision")]
@@ -53,8 +53,8 @@ def changes(old: dict, new: dict) -> list[str]:
 
 
 def fingerprint(model: LoadedModel) -> str:
-    """Of a model: its configuration, samples of its weights, its tokenizer and chat template. Where they lie, and since
-    when, does not count: a copy is the same model.
+    """A hash of a model's configuration, samples of its weights, its tokenizer and chat template. It does not depend on
+    paths and times: a copy is the same model.
 
     Raises:
         UserError: the weights cannot be read.
@@ -67,7 +67,7 @@ def fingerprint(model: LoadedModel) -> str:
     if model.tokenizer is not None:
         backend = getattr(model.tokenizer, "backend_tokenizer", None)
         parts = json.loads(backend.to_str()) if backend else dict(sorted(model.tokenizer.get_vocab().items()))
-        for name in ("truncation", "padding"):  # encoding changes them
+        for name in ("truncation", "padding"):  # which encoding changes
             parts.pop(name, None)
         found.update(repr((parts, model.tokenizer.chat_template)).encode())
     return found.hexdigest()[:16]

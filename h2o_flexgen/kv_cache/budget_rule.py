@@ -1,4 +1,4 @@
-"""What rules with a KV budget share: what of a prompt is kept.
+"""What all rules with a KV budget share: which tokens of a prompt are kept.
 
 Shapes: as in `rule`.
 """
@@ -18,28 +18,28 @@ from h2o_flexgen.kv_cache.layout import KVTensors
 from h2o_flexgen.kv_cache.rule import CacheRule, Rows, Text, Tokens, codes
 from h2o_flexgen.models.rope import rotate_to
 
-#: fields of a rule that are no options of a KV budget's `rule`
-NO_OPTIONS = ("heavy", "recent", "by_layer", "groups", "rope")
-
 
 @dataclass(frozen=True)
 class BudgetRule(CacheRule):
-    """Keeps `heavy` + `recent` tokens of a prompt, for each KV head its own.
+    """Keeps `heavy` + `recent` tokens of a prompt, separately for each KV head.
 
-    Protected tokens stay: the last `recent` ones, and of the `heavy` slots the first tokens of the text and the last
-    ones of the prompt, if the rule is given such options. Among the others the rule's `rank` decides.
+    Protected tokens stay: the last `recent` ones and, out of the `heavy` slots, those of the options `first` and
+    `last`. Among the others the rule's `rank` decides.
+
+    Fields with a default are options of the KV budget (`name:option=value`), except keyword-only ones, which the engine
+    fills in.
 
     Args:
         heavy, recent: slots.
         first: protected tokens at the beginning of the text, such as attention sinks (arXiv 2309.17453).
         last: protected tokens at the end of the prompt, where a question stands (arXiv 2605.18053).
-        layers: a file by `h2o-flexgen calibrate`, which says how the slots of all layers are shared out among them;
-            empty: all layers get the same.
-        by_layer: (heavy, recent) of each layer by that file; then `heavy` and `recent` are their means.
+        layers: a file by `h2o-flexgen calibrate`, which divides the slots of all layers among them; empty: all layers
+            get the same.
+        by_layer: (heavy, recent) of each layer according to that file; `heavy` and `recent` are then their means.
         groups: query heads that share a KV head.
 
     Raises:
-        UserError: more tokens are protected than there are slots for, or an option has a value that means nothing.
+        UserError: more tokens are protected than there are slots, or an option has an invalid value.
     """
 
     heavy: int
@@ -61,7 +61,7 @@ class BudgetRule(CacheRule):
             )
 
     def require(self, holds: bool, what: str) -> None:
-        """Raises UserError, which says `what` must be so of the options, unless it is."""
+        """Raise UserError with the message `what` unless `holds`."""
         if not holds:
             raise UserError(f"`kv_rule` {self.label}: {what}")
 
@@ -69,17 +69,24 @@ class BudgetRule(CacheRule):
     def slots(self) -> int:
         return self.heavy + self.recent
 
+    @classmethod
+    def options(cls) -> dict[str, object]:
+        """{name: default} of the options of a KV budget."""
+        return {f.name: f.default for f in fields(cls) if not f.kw_only and f.name not in ("heavy", "recent")}
+
     @property
     def label(self) -> str:
-        """The name, and the options that are not the rule's defaults, as a KV budget has them."""
-        options = [f for f in fields(self) if f.name not in NO_OPTIONS]
-        given = [f":{f.name}={getattr(self, f.name)}" for f in options if getattr(self, f.name) != f.default]
-        return self.name + "".join(given)
+        """The name and the options that differ from the defaults, as in a KV budget."""
+        options = {name: getattr(self, name) for name in self.options()}
+        return self.name + "".join(f":{name}={x}" for name, x in options.items() if x != self.options()[name])
 
     def to_dict(self) -> dict:
         found = {"heavy": self.heavy, "recent": self.recent, "rule": self.label}
-        found |= {"layers": [heavy + recent for heavy, recent in self.by_layer]} if self.by_layer else {}
-        return found | ({"position_rolling": True} if self.rope else {})
+        if self.by_layer:
+            found["layers"] = [heavy + recent for heavy, recent in self.by_layer]
+        if self.rope:
+            found["position_rolling"] = True
+        return found
 
     def in_layer(self, layer: int) -> BudgetRule:
         if not self.by_layer:
@@ -87,24 +94,24 @@ class BudgetRule(CacheRule):
         heavy, recent = self.by_layer[layer]
         return replace(self, heavy=heavy, recent=recent, by_layer=())
 
-    # what a rule may say otherwise
+    # what a rule may override
 
     @property
     def recent_window(self) -> int:
-        """How many of the last tokens are protected."""
+        """Number of the last tokens that are protected."""
         return self.recent
 
     def query_weights(self, position: Tensor, newest: Tensor) -> Tensor | None:
-        """(B, T) fp32: what the attention of each query is multiplied with in a prompt's scores; None: 1. position
-        (B, T) of the queries, newest (B, 1) the last real one."""
+        """(B, T) fp32: the weight of each query's attention in a prompt's scores; None: 1. position (B, T) of the
+        queries, newest (B, 1) the last real one."""
         return None
 
     def remember(self, k: Tensor, v: Tensor) -> dict[str, Tensor]:
-        """(B, KV, T) by name: what else of each token `rank` must know. k, v (B, KV, T, D)."""
+        """{name: (B, KV, T)}: what else `rank` needs to know about each token. k, v (B, KV, T, D)."""
         return {}
 
     def protects(self, tokens: Tokens) -> Tensor:
-        """(B, KV, N) bool, a tensor of its own: the tokens that must stay, at most `slots` in all."""
+        """(B, KV, N) bool, a new tensor: the tokens that must stay, at most `slots` in all."""
         position = tokens.position
         stays = position > tokens.newest - self.recent_window
         if self.first:
@@ -114,51 +121,67 @@ class BudgetRule(CacheRule):
         return stays
 
     def rank(self, tokens: Tokens) -> Tensor:
-        """(B, KV, N) floats: of the tokens that are not protected, the highest stay after a prompt, of equal ones the
-        earlier; and the lowest goes after a step, of equal ones the earlier. What it says of padding and empty slots is
-        of no account."""
+        """(B, KV, N) floats, which decide among unprotected tokens: the highest stay after a prompt, the lowest goes
+        after a step. Of equal ones the earlier stays after a prompt and goes after a step. Values for padding and empty
+        slots are ignored."""
         return tokens.score
+
+    def prompt_step_scores(self, score: Tensor, received: Tensor, count: Tensor) -> Tensor:
+        """(B, KV, N): the scores of earlier tokens after `count` (B, 1, 1) more tokens of a prompt, from which they
+        received this weighted attention; may write to `score`."""
+        return score.add_(received)
 
     # the prompt
 
     def read(
         self, q: Tensor, k: Tensor, v: Tensor, rows: Rows, past: Text | None = None, form: KVFormat | None = None
     ) -> tuple[Tensor, Text]:
-        """As `CacheRule.read`: each query adds its attention to the scores of all tokens that it sees, those of `past`
-        too. With one token it is what a decode step does, but for equal scores."""
-        newest = rows.length + rows.new - 1
-        position = rows.length[:, None] + torch.arange(k.shape[2])
-        weights = self.weights_of(position, newest[:, None], rows.prompt[:, None] - 1).to(k.device, non_blocking=True)
-        position = torch.where(position <= newest[:, None], position, -1)[:, None]
+        """As `CacheRule.read`. Every query also adds its attention to the scores of all tokens that it sees. With one
+        new token this is a decode step, except for ties.
+
+        Keys, and so scores, are laid out as
+
+            | past, padded to its longest row | new tokens, padded to the longest row |
+            0                             past_end                                     N
+        """
+        T = k.shape[2]
+        newest = (rows.length + rows.new - 1)[:, None]
+        position = rows.length[:, None] + torch.arange(T)
+        weights = self.weights_of(position, newest, rows.prompt[:, None] - 1).to(k.device, non_blocking=True)
+        position = torch.where(position <= newest, position, -1)[:, None]
         position = position.to(torch.int32).to(k.device, non_blocking=True)
         metadata = {"position": position.expand(k.shape[:3]), **self.remember(k, v)}
         text = Text(k, v, codes(form, k, v), metadata, rows.new).behind(past)
-        before = text.k.shape[2] - k.shape[2]
+        past_end = text.k.shape[2] - T
+        past_len = torch.zeros_like(rows.new) if past is None else past.length
         empty = None
-        rotated = (q, text.k)
-        if before and int(past.length.min()) < before:
-            empty = torch.arange(before, device=k.device) >= column(past.length, k.device)[:, 0]
+        if past_end and int(past_len.min()) < past_end:
+            empty = torch.arange(past_end, device=k.device) >= column(past_len, k.device)[:, 0]
+        keys = text.k
         if self.rope:
-            rotated = self._rolled(q, text.k, torch.zeros_like(rows.new) if past is None else past.length, before)
-        context, score = causal_attention_with_scores(*rotated, text.v, weights, empty)
-        if before:
-            received = score[:, :, :before]
-            old = past.metadata["score"].expand(received.shape).clone()
-            received.copy_(self.prompt_step_scores(old, received, column(rows.new, k.device)))
+            q, keys = self._rolled(q, keys, past_len, past_end)
+        context, score = causal_attention_with_scores(q, keys, text.v, weights, empty)
+        if past_end:  # so far `score` counts the new queries alone
+            received = score[:, :, :past_end]
+            before = past.metadata["score"].expand(received.shape).clone()
+            received.copy_(self.prompt_step_scores(before, received, column(rows.new, k.device)))
         text.metadata["score"] = score
         return context, text
 
-    def prompt_step_scores(self, score: Tensor, received: Tensor, count: Tensor) -> Tensor:
-        """The scores (B, KV, N) of tokens that were there before `count` (B, 1, 1) tokens of a prompt, which gave them
-        this attention, each query times its weight; it may write to `score`."""
-        return score.add_(received)
-
-    def weights_of(self, position: Tensor, newest: Tensor, last: Tensor | None = None) -> Tensor:
-        """(B, T) fp32: how much each query counts, as `query_weights` says; padding, behind `newest`, does not. `last`:
-        position of the prompt's last token, if that is not `newest`."""
-        weights = self.query_weights(position, newest if last is None else last)
+    def weights_of(self, position: Tensor, newest: Tensor, prompt_end: Tensor | None = None) -> Tensor:
+        """(B, T) fp32: `query_weights`, and 0 for padding, which is after `newest`. `prompt_end`: position of the
+        prompt's last token, if it is not `newest`."""
+        weights = self.query_weights(position, newest if prompt_end is None else prompt_end)
         real = position <= newest
         return real.float() if weights is None else torch.where(real, weights, 0.0)
+
+    def _rolled(self, q: Tensor, k: Tensor, past_len: Tensor, past_end: int) -> tuple[Tensor, Tensor]:
+        """Queries and keys rotated to their ranks. The first `past_end` keys are cached tokens, `past_len` (B,) of each
+        sequence; the ranks of new tokens follow those."""
+        end = k.shape[2]
+        place = torch.arange(end, device=k.device)
+        rank = torch.where(place < past_end, place, place - past_end + column(past_len, k.device))
+        return rotate_to(self.rope, q, rank[..., past_end:], end), rotate_to(self.rope, k, rank, end)
 
     def keep(self, cache: KVTensors, text: Text) -> None:
         newest = text.metadata["position"][:, :1].amax(2, keepdim=True)
@@ -173,17 +196,9 @@ class BudgetRule(CacheRule):
         if self.rope:
             cache.metadata["rank"].copy_((cache.position >= 0).cumsum(-1) - 1).clamp_(min=0)
 
-    def _rolled(self, q: Tensor, k: Tensor, cached_len: Tensor, before: int) -> tuple[Tensor, Tensor]:
-        """Queries and keys at their ranks: of the keys the first `before` are of held tokens, `cached_len` (B,) of each
-        sequence, and the others and the queries of new ones."""
-        end = k.shape[2]
-        rank = torch.arange(end, device=k.device)
-        rank = torch.where(rank < before, rank, rank - before + column(cached_len, k.device))
-        return rotate_to(self.rope, q, rank[..., before:], end), rotate_to(self.rope, k, rank, end)
-
     def chosen(self, tokens: Tokens, kept: int) -> Tensor:
-        """(B, KV, kept) int64: places of the tokens that stay, with padding and empty ones only where there are no
-        others. With position rolling they are in order."""
+        """(B, KV, kept) int64: indices of the tokens that stay; padding and empty slots are among them only where there
+        are too few tokens. With position rolling they are in ascending order."""
         shape = tokens.position.shape
         if kept == shape[-1]:
             return torch.arange(kept, device=tokens.position.device).expand(shape)
@@ -193,7 +208,7 @@ class BudgetRule(CacheRule):
         return best.sort(-1).values if self.rope else best
 
     def _ranked(self, tokens: Tokens) -> Tensor:
-        """`rank` in a tensor of its own (B, KV, N), with infinity for the tokens that must stay."""
+        """`rank` as a new tensor (B, KV, N), with infinity for protected tokens."""
         # torch.where: on a CPU masked_fill takes twice as long
         return torch.where(self.protects(tokens), float("inf"), self.rank(tokens))
 
@@ -204,5 +219,5 @@ def column(lengths: Tensor, device: torch.device) -> Tensor:
 
 
 def gather(at: Tensor, *stored: Tensor) -> list[Tensor]:
-    """Vectors (B, KV, N, W) at places (B, KV, n): (B, KV, n, W) of each."""
+    """From each of the tensors (B, KV, N, W) the vectors at indices (B, KV, n): (B, KV, n, W)."""
     return [x.gather(2, at[..., None].expand(*at.shape, x.shape[3])) for x in stored]

@@ -1,4 +1,4 @@
-"""Keep the tokens that attention has come back to lately."""
+"""Keep the tokens that attention has returned to lately."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from h2o_flexgen.kv_cache.fixed_rule import FixedRule
 class DecayedCache(FixedRule):
     """A2SF, accumulative attention score with forgetting factor (arXiv 2407.20485).
 
-    A sum of attention favours tokens that have been there for long. Here attention counts less the longer ago it was
-    given: every query multiplies all scores by `decay` before it adds its own attention, so that of n queries the one
-    at position i counts decay^(n - 1 - i). Outside the recent window the highest scores stay, as in H2O.
+    Keeps the last `recent` tokens and, of the others, the `heavy` ones with the highest decayed score: every query
+    multiplies all scores by `decay` before it adds its own attention, so that of n queries the one at position i
+    counts decay^(n - 1 - i).
+    Why: a plain sum of attention favours tokens that have been in the cache for long.
 
     Args:
         decay: in (0, 1]; 1 is H2O.

@@ -14,15 +14,16 @@ from h2o_flexgen.kernels.attention import cached_attention
 from h2o_flexgen.kv_cache.layout import KVTensors
 from h2o_flexgen.kv_cache.rule import CacheRule, Rows, Text
 
-#: slots by which a full cache grows behind the prompt: an eighth of what it holds, in multiples of the least. What is
-#: still empty in the last segment is moved like the rest, and on a GPU attended to; each takes two more matmuls there.
+#: slots of the segments by which a full cache grows after the prompt: an eighth of what it holds, rounded to a multiple
+#: of SEGMENT. Empty slots of the last segment are moved like the rest, and on a GPU attended to; there every segment
+#: also takes two more matmuls.
 SEGMENT = 32
 LARGEST_SEGMENT = 128
 
 
 @dataclass(frozen=True)
 class NoCache(CacheRule):
-    """Nothing stays: for jobs that end with prefill. Attention costs what it does with a full cache."""
+    """Keeps nothing: for jobs that end with prefill. Attention costs the same as with a full cache."""
 
     name = "full"
 
@@ -32,8 +33,8 @@ class NoCache(CacheRule):
 
 @dataclass(frozen=True)
 class FullCache(CacheRule):
-    """Every token stays: token n of a sequence is in slot n of all its heads. The first segment takes the
-    prompt, the following ones the output; only those in use are attended to and moved."""
+    """Keeps every token: token n of a sequence is in slot n of all its heads. The first segment takes the prompt, the
+    others the output; only segments in use are attended to and moved."""
 
     name = "full"
 
@@ -48,7 +49,7 @@ class FullCache(CacheRule):
 
 
 def fill(cache: KVTensors, k: Tensor, v: Tensor) -> None:
-    """Fill a cache from its first slot on with tokens (B, KV, n, W); the other slots are empty then."""
+    """Put tokens, k and v (B, KV, n, W), into the first n slots of a cache; the other slots are then empty."""
     for segments, stored in ((cache.k, k), (cache.v, v)):
         begin = 0
         for segment in segments:
@@ -60,10 +61,10 @@ def fill(cache: KVTensors, k: Tensor, v: Tensor) -> None:
 
 
 def append(cache: KVTensors, q: Tensor, k: Tensor, v: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
-    """`CacheRule.decode` of a cache in which the new token of each sequence takes the slot `at` (B,) int64."""
+    """`CacheRule.decode` where the new token of each sequence takes slot `at` (B,) int64."""
     ends = list(accumulate(segment.shape[2] for segment in cache.k))
     newest = int(at.max())
-    if newest >= ends[-1]:  # compiled loops would write there
+    if newest >= ends[-1]:  # compiled loops would write out of bounds
         raise IndexError(f"slot {newest} of {ends[-1]}")
     used = 1 + bisect(ends, newest)
     slots = at[:, None].expand(k.shape[:2])
@@ -73,8 +74,8 @@ def append(cache: KVTensors, q: Tensor, k: Tensor, v: Tensor, at: Tensor) -> tup
 
 
 def prepare_cache(form: KVFormat, dtype: torch.dtype, head_dim: int, rolling: bool) -> None:
-    """Compile what a step over a cache runs on a CPU, or read it from numba's cache: before memory is measured."""
-    if rolling:  # keys that are rotated are attended to in fp32
+    """Compile the loops of a decode step on a CPU, or load them from numba's cache, before memory is measured."""
+    if rolling:  # rotated keys are attended to in fp32
         dtype = torch.float32
         form = KVFormat.dense(dtype)
     q = torch.zeros(1, 1, 1, head_dim, dtype=dtype)
@@ -83,8 +84,9 @@ def prepare_cache(form: KVFormat, dtype: torch.dtype, head_dim: int, rolling: bo
 
 
 def full_segments(prompt_len: int, gen_len: int) -> tuple[int, ...]:
-    """Slots of a full cache, by segment: the prompt's, and what it grows by."""
-    sizes, left = [prompt_len], gen_len - 1  # the last token is never attended to
+    """Slots of each segment of a full cache: the prompt's, then those of the output."""
+    sizes = [prompt_len]
+    left = gen_len - 1  # the last token is never attended to
     while left > 0:
         size = max(SEGMENT, sum(sizes) // 8 // SEGMENT * SEGMENT)
         sizes.append(min(size, LARGEST_SEGMENT, left))

@@ -1,4 +1,4 @@
-"""Slots by layer: as many in all as if every layer had the same, but more of them where they are missed most."""
+"""Different numbers of slots in different layers: the same total, but more where few slots hurt most."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from h2o_flexgen.utils.files import read_json
 
 @dataclass(frozen=True)
 class LayerLosses:
-    """What each layer of a model loses with few slots, as `h2o-flexgen calibrate` has measured it.
+    """The loss of each layer of a model at several budgets, as measured by `h2o-flexgen calibrate`.
 
     Attributes:
-        budgets: slots as fractions of a text, rising.
-        losses: for each layer the loss with each budget.
-        model, rule: the names of what was measured, if they are known.
+        budgets: slots as fractions of a text, ascending.
+        losses: of each layer, with each budget.
+        model, rule: names of what was measured, if known.
     """
 
     budgets: tuple[float, ...]
@@ -29,7 +29,7 @@ class LayerLosses:
 
     @classmethod
     def from_file(cls, path: str) -> LayerLosses:
-        """Raises UserError if it cannot be read or is of another kind."""
+        """Raises UserError for a file that cannot be read or holds something else."""
         data = read_json("`kv_rule`", path)
         try:
             budgets = tuple(float(x) for x in data["budgets"])
@@ -42,47 +42,47 @@ class LayerLosses:
             return cls(budgets, losses, data.get("model"), data.get("rule"))
         except (KeyError, TypeError, ValueError):
             made = "h2o-flexgen calibrate --output FILE makes one"
-            raise UserError(f"`kv_rule`: {path} holds no losses of layers: {made}") from None
+            raise UserError(f"`kv_rule`: {path} contains no losses of layers: {made}") from None
 
     def slots(self, heavy: int, recent: int, length: int) -> tuple[tuple[int, int], ...]:
-        """(heavy, recent) of each layer, so that the sum of the losses is the least, each in the proportion of the two.
+        """(heavy, recent) of each layer that minimise the sum of the losses; all layers keep the ratio of the two.
 
         Args:
             heavy, recent: of the average layer.
             length: tokens of the longest text.
 
         Raises:
-            UserError: the budget is not among those that were measured.
+            UserError: the budget is outside the measured range.
         """
         mean = heavy + recent
         if not self.budgets[0] <= mean / length <= self.budgets[-1]:
             known = f"{self.budgets[0]:.1%} to {self.budgets[-1]:.1%}"
             raise UserError(
-                f"`kv_rule`: `layers` knows what slots for {known} of a text cost, not {mean} for {length} tokens: "
-                "leave it out, or give a budget between"
+                f"`kv_rule`: `layers` was measured for budgets of {known} of a text, not for {mean} slots of {length}: "
+                "leave it out, or choose a budget in that range"
             )
         least = max(1.0, self.budgets[0] * length)
         sizes = [least, *(x * length for x in self.budgets if x * length > least)]
         known = [x * length for x in self.budgets]
-        steps = sorted(
-            (_slope(a, b), layer, b[0] - a[0])
-            for layer, each in enumerate(self.losses)
-            for a, b in pairwise(_convex(list(zip(sizes, np.interp(sizes, known, each)))))
-        )
+        steps = []  # (slope, layer, slots)
+        for layer, losses in enumerate(self.losses):
+            corners = _convex(list(zip(sizes, np.interp(sizes, known, losses))))
+            steps += [(_slope(a, b), layer, b[0] - a[0]) for a, b in pairwise(corners)]
+        steps.sort()
         slots = [least] * len(self.losses)
         left = (mean - least) * len(self.losses)
-        for _, layer, width in steps:  # of a convex curve the first steps are the steepest
+        for _, layer, width in steps:  # greedy is optimal: the first steps of a convex curve are the steepest
             taken = min(width, left)
             slots[layer] += taken
             left -= taken
-        ends = [int(end + 0.5) for end in accumulate(slots, initial=0)]  # rounded so that the sum stays
+        ends = [int(end + 0.5) for end in accumulate(slots, initial=0)]  # rounded without changing the sum
         whole = [b - a for a, b in pairwise(ends)]
         recents = [round(n * recent / mean) for n in whole]
         return tuple((n - r, r) for n, r in zip(whole, recents))
 
 
 def _convex(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The corners of the lower convex hull of what falls."""
+    """The corners of the lower convex hull of the points, taken as a falling curve."""
     corners = []
     least = points[0][1]
     for x, y in points:

@@ -1,7 +1,7 @@
-"""How the cache of one (layer, batch), a KV block, lies in memory, and its tensors.
+"""The memory layout of a KV block, the cache of one (layer, batch), and its tensors.
 
 Shapes: B sequences, H KV heads, S slots of a segment, D head size. A vector, K or V of one token and head, is stored as
-W numbers: D floats, or the bytes of one that is quantised, of which K and V may have different ones.
+W elements: D floats, or the bytes of a quantised vector, whose number may differ between K and V.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from h2o_flexgen.kernels.attention import by_loops, put_by_loops
 
 @dataclass
 class KVTensors:
-    """The cache of one (layer, batch), on whatever device its bytes are. A matmul is fast only over a whole, contiguous
-    tensor, hence a cache that grows does so by segments. Slots are numbered through all segments."""
+    """A KV block as tensors on the device of its bytes. Matmuls are fast only over whole, contiguous tensors, so a
+    growing cache consists of segments. Slots are numbered consecutively through all of them."""
 
     k: list[Tensor]  # per segment (B, H, S, W)
     v: list[Tensor]
@@ -36,12 +36,12 @@ class KVTensors:
 
     @property
     def position(self) -> Tensor:
-        """(B, H, S) int32: the token's place in its text, -1 for an empty slot."""
+        """(B, H, S) int32: the token's position in its text, -1 for an empty slot."""
         return self.metadata["position"]
 
     def write(self, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """Put one token per sequence and head, k and v (B, H, D) floats, into slots (B, H). With several segments, the
-        slots of a sequence are the same for all heads, and lie on the CPU."""
+        """Write one token per sequence and head, k and v (B, H, D) floats, into slots (B, H). With several segments,
+        all heads of a sequence have the same slot, and `slots` is on the CPU."""
         for segments, new in zip((self.k, self.v), self.form.stored(k, v)):
             if by_loops(new.device):
                 put_by_loops(segments, slots, new)
@@ -51,7 +51,7 @@ class KVTensors:
                 segments[n].view(-1, W).index_copy_(0, at, (new if rows is None else new[rows]).reshape(-1, W))
 
     def token(self, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """K and V as they are stored in slots (B, H), as for `write`: (B, H, W) each."""
+        """The stored K and V (B, H, W) in slots (B, H), which are as for `write`."""
         found = []
         for segments in (self.k, self.v):
             B, H, _, W = segments[0].shape
@@ -64,12 +64,12 @@ class KVTensors:
 
     @property
     def reads_empty_slots(self) -> bool:
-        """Whether attention reads slots without a token too. Those are masked, but 0 * NaN would spread, so that their
-        values must be finite. Compiled loops read no slot behind the last token of a cache that grows."""
+        """Whether attention also reads slots without a token. These are masked, but their values must be finite, since
+        0 * NaN is NaN. In a growing cache compiled loops read no slot after the last token."""
         return bool(self.metadata) or not by_loops(self.k[0].device)
 
     def move(self, source: int, target: int, cached_len: int) -> None:
-        """Put the cache of one sequence, whose tokens are in the first `cached_len` slots, in the place of another."""
+        """Copy the cache of sequence `source`, in its first `cached_len` slots, over the cache of `target`."""
         for segments in (self.k, self.v):
             left = cached_len
             for segment in segments:
@@ -80,7 +80,7 @@ class KVTensors:
             tensor[target] = tensor[source]
 
     def _places(self, slots: Tensor) -> Iterator[tuple[Tensor, Tensor | None, int]]:
-        """(places among the vectors of segment n, the sequences that these are of or None for all, n)."""
+        """For each segment n: (indices among its vectors, their sequences or None for all, n)."""
         device = self.k[0].device
         heads = torch.arange(slots.numel(), device=device).view(slots.shape)
         begin = 0
@@ -99,8 +99,8 @@ class KVTensors:
 
     @contextmanager
     def rows(self, rows: list[int]) -> Iterator[KVTensors]:
-        """The caches of some sequences, in order; what is changed in them is changed here, at the end at the latest."""
-        if len(rows) == self.k[0].shape[0]:  # as in nearly all steps
+        """The caches of some sequences, in order. Changes to them take effect here, at the latest on exit."""
+        if len(rows) == self.k[0].shape[0]:  # the usual case
             yield self
             return
         whole = [*self.k, *self.v, *self.metadata.values()]
@@ -120,15 +120,15 @@ class KVTensors:
 
 @dataclass(frozen=True)
 class KVLayout:
-    """How a KV block lies in memory: a buffer with k and v of each segment, and one with the metadata of all slots. The
-    segments in use are the beginning of the first buffer."""
+    """The memory layout of a KV block: a buffer with K and V of each segment in turn, so that the segments in use are
+    its beginning, and a buffer with the metadata of all slots."""
 
     batch: int
     heads: int
     segments: tuple[int, ...]
     head_dim: int
     form: KVFormat
-    metadata: tuple[tuple[str, torch.dtype], ...] = ()  # as the rule has it, like `growth`
+    metadata: tuple[tuple[str, torch.dtype], ...] = ()  # of the rule, like `growth`
     growth: str = "append"
 
     @property
@@ -137,7 +137,7 @@ class KVLayout:
 
     @property
     def vector_bytes(self) -> tuple[int, int]:
-        """Of K and V of one token and head."""
+        """Bytes of K and of V of one token and head."""
         return tuple(form.nbytes((self.head_dim,)) for form in self.form)
 
     @property
@@ -155,7 +155,7 @@ class KVLayout:
 
     @property
     def ends(self) -> list[int]:
-        """Slots up to the end of each segment."""
+        """Slot number at the end of each segment."""
         return list(accumulate(self.segments))
 
     def used_bytes(self, cached_len: int) -> int:
@@ -163,11 +163,11 @@ class KVLayout:
         return self.row_bytes * next((end for end in self.ends if end >= cached_len), self.slots)
 
     def bytes_before(self, slot: int) -> int:
-        """Bytes of the segments before that of a slot."""
+        """Bytes of the segments before the one that holds a slot."""
         return self.row_bytes * max(end for end in (0, *self.ends[:-1]) if end <= slot)
 
     def row_spans(self, place: int, used: int) -> list[tuple[int, int]]:
-        """(begin, end) of the bytes of one sequence in the segments that take the first `used` bytes."""
+        """(begin, end) of the bytes of the sequence at `place` within the first `used` bytes."""
         spans = []
         begin = 0
         for slots in self.segments:
@@ -178,8 +178,8 @@ class KVLayout:
         return [span for span in spans if span[1] <= used]
 
     def put(self, kv: np.ndarray, rows: np.ndarray, slots: np.ndarray) -> None:
-        """Put tokens, rows (n, row_bytes) of K and then V of all sequences and heads, into slots (n, B, H) of a cache's
-        bytes `kv`; of several for one slot the last one stays. Those for slot -1 are left out."""
+        """Write n tokens into the bytes `kv` of a cache: rows (n, row_bytes), K and then V of all sequences and heads,
+        into slots (n, B, H). The last of several tokens for one slot wins; those for slot -1 are skipped."""
         ends = np.cumsum(self.segments)
         valid = slots.reshape(-1) >= 0
         segment = np.searchsorted(ends, slots, side="right")
@@ -191,14 +191,14 @@ class KVLayout:
         read = 0
         for nbytes in self.vector_bytes:
             vector = np.dtype((np.void, nbytes))
-            anywhere = np.ndarray(len(kv) - nbytes + 1, vector, kv, 0, (1,))  # what begins at each byte
+            anywhere = np.ndarray(len(kv) - nbytes + 1, vector, kv, 0, (1,))  # the vector that begins at each byte
             vectors = np.ascontiguousarray(rows[:, read : read + count * nbytes]).view(vector).reshape(-1)
             anywhere[(before + place * nbytes).reshape(-1)[valid]] = vectors[valid]
             before += count * size * nbytes
             read += count * nbytes
 
     def view(self, kv: Tensor, meta: Tensor | None = None) -> KVTensors:
-        """Buffers of bytes, at least `kv_bytes` and `meta_bytes` long, seen as a cache."""
+        """A cache over byte buffers of at least `kv_bytes` and `meta_bytes`."""
         count = self.batch * self.heads
         found = KVTensors([], [], {}, self.form)
         begin = 0

@@ -1,4 +1,4 @@
-"""Keep the tokens that attention comes back to most often for their age."""
+"""Keep the tokens that attention returns to most often for their age."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from h2o_flexgen.kv_cache.rule import Tokens
 
 @dataclass(frozen=True)
 class MeanAttentionCache(FixedRule):
-    """H2O with the mean instead of the sum (as arXiv 2512.12008 runs H2O, and RoCo, arXiv 2402.06262, begins).
+    """H2O with a mean instead of the sum (H2O as run in arXiv 2512.12008; the first step of RoCo, arXiv 2402.06262).
 
-    A sum of attention favours tokens that have been there for long. Of the tokens that are not protected the cache
-    keeps those that received most attention per query that could see them, themselves included.
+    Keeps the last `recent` tokens and, of the others, the `heavy` ones that received most attention per query that
+    could see them, their own query included.
+    Why: a sum of attention favours tokens that have been in the cache for long.
     """
 
     name = "mean"

@@ -1,4 +1,4 @@
-"""Keep tokens drawn by lot: the control."""
+"""Keep random tokens: the control."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ from h2o_flexgen.kv_cache.rule import Tokens
 
 @dataclass(frozen=True)
 class RandomCache(FixedRule):
-    """H2O with a lot instead of the score: what a rule must beat that claims to know which tokens matter.
+    """Random choice: our control.
 
-    A token's lot is a hash of its position and its KV head alone, so that the same tokens stay on every tier and in
-    every batch. In 32-bit integers, which wrap around, with shifts that keep the sign:
-    x = position * 0x2545F491 + (head + 1) * 0x1B873593; x = (x ^ x >> 15) * 0x2C1B3C6D; lot = (x ^ x >> 13) >> 8.
+    Keeps the last `recent` tokens and, of the others, `heavy` random ones.
+    Why: a rule that claims to know which tokens matter must beat it.
+
+    A token's random number is a hash of its position and its KV head alone, so that the same tokens stay on every tier
+    and in every batch. In 32-bit integers, which wrap around, with arithmetic shifts:
+    x = position * 0x2545F491 + (head + 1) * 0x1B873593; x = (x ^ x >> 15) * 0x2C1B3C6D; number = (x ^ x >> 13) >> 8.
     """
 
     name = "random"

@@ -12,7 +12,11 @@ from h2o_flexgen.kv_cache.rule import Tokens
 
 @dataclass(frozen=True)
 class RecentCache(FixedRule):
-    """A local window over all slots: the baseline that every rule must beat."""
+    """Local window.
+
+    Keeps the last `heavy` + `recent` tokens.
+    Why: it is the baseline that every other rule must beat.
+    """
 
     name = "recent"
 
@@ -22,8 +26,11 @@ class RecentCache(FixedRule):
 
 @dataclass(frozen=True)
 class SinkCache(RecentCache):
-    """StreamingLLM (arXiv 2309.17453, section 3.2): the first tokens, into which attention goes that no other token
-    needs (attention sinks), and a local window over all other slots."""
+    """StreamingLLM (arXiv 2309.17453, section 3.2).
+
+    Keeps the `first` tokens of the text, and a local window in all other slots.
+    Why: attention that no token needs goes to the first tokens (attention sinks), and a model breaks without them.
+    """
 
     first: int = 4
 

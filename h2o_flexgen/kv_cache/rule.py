@@ -1,13 +1,14 @@
-"""What of a sequence's keys and values is kept: what every rule must say.
+"""Which keys and values of a sequence are kept: the interface of a rule.
 
 Shapes: B sequences, H query heads, KV heads of K and V, T tokens of a prompt (padded on the right), L tokens before
-them, S slots, D elements of a head.
+them, N tokens to choose from, S slots, D elements of a head.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import ClassVar
 
 import torch
@@ -20,35 +21,35 @@ from h2o_flexgen.models.spec import ModelSpec, Rope
 
 
 class CacheRule:
-    """Says which tokens a cache keeps. Subclasses are frozen dataclasses whose docstring says what is kept, why, and
-    from which paper. All methods are pure functions of tensors but for the cache they fill."""
+    """Decides which tokens a cache keeps. Subclasses are frozen dataclasses whose docstring says what is kept, why, and
+    in which paper. Methods are pure functions of tensors, except that they fill the cache they are given."""
 
     name: ClassVar[str]  # in the registry, in policy files and in reports
-    #: "append": tokens are added in the same slot of all heads; "fixed": a new token takes the slot of one that goes
+    #: "append": a token is added in the same slot of all heads; "fixed": it takes the slot of one that goes
     growth: ClassVar[str] = "append"
-    #: (name, dtype) of what is kept for every slot of a KV head beside K and V
+    #: (name, dtype) of what each slot of a KV head holds besides K and V
     metadata: ClassVar[tuple[tuple[str, torch.dtype], ...]] = ()
     #: whether prefill sums the attention that each token of a prompt receives
     scores_prompt: ClassVar[bool] = False
-    #: with position rolling the model's RoPE: keys and queries come unrotated, and are cached so
+    #: with position rolling the model's RoPE: keys and queries then arrive unrotated, and are cached unrotated
     rope: ClassVar[Rope | None] = None
 
     @property
     def budget(self) -> int | None:
-        """Tokens that are kept at most; None: they grow with the text."""
+        """The most tokens that are kept; None: the cache grows with the text."""
         return None
 
     @property
     def voters(self) -> int:
-        """How many of a prompt's last queries alone give scores, so that none of them may be shared; 0: all do."""
+        """How many of a prompt's last queries alone give scores, so that they cannot be shared; 0: all queries do."""
         return 0
 
     def to_dict(self) -> dict | None:
-        """The KV budget as policy files and reports have it; None: all tokens are kept."""
+        """The KV budget in policy files and reports; None: all tokens are kept."""
         return None
 
     def measured_as(self, phase: str) -> str:
-        """The rule whose measured attention rates hold for this one too; phase as in `Profile.attention`."""
+        """The rule whose measured attention rates apply to this one; `phase` as in `Profile.attention`."""
         return self.name
 
     def in_layer(self, layer: int) -> CacheRule:
@@ -56,38 +57,36 @@ class CacheRule:
         return self
 
     def segments(self, prompt_len: int, gen_len: int) -> tuple[int, ...]:
-        """Slots per sequence and head, by segment, for prompts of up to `prompt_len` and outputs of `gen_len`."""
+        """Slots per sequence and head in each segment, for prompts of up to `prompt_len` and outputs of `gen_len`."""
         raise NotImplementedError
 
     def cached_len(self, length: int, prompt: int) -> int:
-        """Slots that a text of `length` tokens, of which the first `prompt` were its prompt, has in use."""
+        """Slots in use for a text of `length` tokens, the first `prompt` of which were its prompt."""
         return length
 
     def layout(self, spec: ModelSpec, form: KVFormat, batch: int, prompt_len: int, gen_len: int) -> KVLayout:
-        """The KV block of a layer for `batch` sequences, with vectors in a format."""
+        """The KV block of a layer for `batch` sequences, with vectors in the format `form`."""
         segments = self.segments(prompt_len, gen_len)
         return KVLayout(batch, spec.kv_heads, segments, spec.head_dim, form, self.slot_fields, self.growth)
 
     def layouts(
         self, spec: ModelSpec, form: KVFormat, batches: Sequence[tuple[int, int]], gen_len: int
     ) -> dict[tuple[int, int], KVLayout]:
-        """The KV blocks of every (layer, batch); of each batch the sequences, and the tokens of the longest prompt."""
+        """The KV block of every (layer, batch). `batches`: (sequences, tokens of the longest prompt) of each batch."""
         rules = [self.in_layer(layer) for layer in range(spec.layers)]
-        found = {}
-        for rule in dict.fromkeys(rules):
-            made = {batch: rule.layout(spec, form, *batch, gen_len) for batch in set(batches)}
-            found[rule] = [made[batch] for batch in batches]
-        return {(layer, k): layout for layer, rule in enumerate(rules) for k, layout in enumerate(found[rule])}
+        kinds = product(set(rules), set(batches))
+        made = {(rule, batch): rule.layout(spec, form, *batch, gen_len) for rule, batch in kinds}
+        return {(layer, k): made[rule, batch] for layer, rule in enumerate(rules) for k, batch in enumerate(batches)}
 
     @property
     def slot_fields(self) -> tuple[tuple[str, torch.dtype], ...]:
-        """All that is kept for a slot beside K and V: `metadata`, and with position rolling the token's rank."""
+        """`metadata` and, with position rolling, the token's rank."""
         return self.metadata + ((("rank", torch.int32),) if self.rope else ())
 
     def prefill(
         self, cache: KVTensors, q: Tensor, k: Tensor, v: Tensor, rows: Rows, past: Text | None = None
     ) -> Tensor:
-        """`read`, and fill the cache with what is kept: returns the context (B, H, T, D)."""
+        """`read`, and then `keep`: returns the context (B, H, T, D)."""
         context, text = self.read(q, k, v, rows, past, cache.form)
         self.keep(cache, text)
         return context
@@ -95,43 +94,43 @@ class CacheRule:
     def read(
         self, q: Tensor, k: Tensor, v: Tensor, rows: Rows, past: Text | None = None, form: KVFormat | None = None
     ) -> tuple[Tensor, Text]:
-        """Causal attention over tokens as they are, and over those of `past` before them.
+        """Causal attention over uncompressed tokens and the tokens of `past` before them.
 
         Args:
-            q: (B, H, T, D); k, v: (B, KV, T, D); of row b the first `rows.new[b]` are tokens, what follows is padding.
-            past: of each row, or one that all rows share; None if there is nothing before.
-            form: that the cache stores vectors in; None: nothing will be kept.
+            q: (B, H, T, D); k, v: (B, KV, T, D). In row b the first `rows.new[b]` are tokens, the rest is padding.
+            past: of each row, or a single row for all; None if nothing comes before.
+            form: format of vectors in the cache; None: nothing will be kept.
 
         Returns:
-            The context (B, H, T, D), of padding nothing of use, and the whole texts for `keep`.
+            The context (B, H, T, D), undefined for padding, and the whole texts for `keep`.
         """
         text = Text(k, v, codes(form, k, v), {}, rows.new).behind(past)
         return causal_attention(q, text.k, text.v), text
 
     def keep(self, cache: KVTensors, text: Text) -> None:
-        """Fill the cache with what is kept of these texts, in its format; what it held before is gone."""
+        """Overwrite the cache with what is kept of these texts, in its format."""
         raise NotImplementedError
 
     def past(self, cache: KVTensors, length: Tensor, prompt: Tensor, dtype: torch.dtype) -> Text:
-        """What a cache holds of texts of `length` tokens, in their order and as floats of a type, so that they can be
-        read on. `prompt`: tokens up to the end of the last prompt; (B,) int64 on the CPU both."""
+        """The cached tokens of texts of `length` tokens, in their order and as floats of type `dtype`, so that reading
+        can go on. `prompt`: tokens up to the end of the last prompt. Both are (B,) int64 on the CPU."""
         raise NotImplementedError
 
     def decode(self, cache: KVTensors, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-        """Put one new token per sequence in the cache, and then let it attend to what the cache holds.
+        """Put one new token per sequence into the cache, then let it attend to the cache.
 
-        q (B, H, 1, D), k and v (B, KV, 1, D). Returns the context (B, H, 1, D), and the slots (B, KV) int64 that hold
-        the new tokens.
+        q (B, H, 1, D), k and v (B, KV, 1, D). Returns the context (B, H, 1, D) and the slots (B, KV) int64 of the new
+        tokens.
         """
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Sequences that compute together: (B,) int64 on the CPU each.
+    """Sequences that compute together; each field is (B,) int64 on the CPU.
 
     Attributes:
-        length: tokens of each text that were computed before; new: tokens that come now.
+        length: tokens of each text that were computed before; new: tokens that are computed now.
         prompt: tokens up to the end of the prompt.
     """
 
@@ -152,12 +151,13 @@ class Rows:
 
 @dataclass(frozen=True)
 class Text:
-    """All tokens of texts, before any goes.
+    """All tokens of texts, before any is dropped.
 
     Attributes:
-        k, v: (B, KV, N, D) floats; codes: both as a cache stores them, (B, KV, N, W), if not as floats.
-        metadata: (B, KV, N) by name; position, if it is there, is -1 for places without a token.
-        length: (B,) int64 on the CPU, tokens of each; the others are padding.
+        k, v: (B, KV, N, D) floats.
+        codes: both as the cache stores them, (B, KV, N, W); None if it stores floats.
+        metadata: (B, KV, N) by name. A `position` of -1 marks a place without a token.
+        length: (B,) int64 on the CPU, tokens of each text; the rest is padding.
     """
 
     k: Tensor
@@ -168,11 +168,11 @@ class Text:
 
     @property
     def stored(self) -> tuple[Tensor, Tensor]:
-        """K and V as a cache stores them."""
+        """K and V as the cache stores them."""
         return self.codes or (self.k, self.v)
 
     def behind(self, past: Text | None) -> Text:
-        """These tokens, and before them those of `past`, which one row may have for all. `score` stays as it is."""
+        """The tokens of `past`, of each row or of a single row for all, followed by these. `score` stays unchanged."""
         if past is None:
             return self
         rows = len(self.k)
@@ -188,14 +188,14 @@ class Text:
         return Text(joined(past.k, self.k), joined(past.v, self.v), codes, metadata, past.length + self.length)
 
     def since(self, begin: int) -> Text:
-        """The tokens from `begin` on, in memory of their own; but all of `score`, which belongs to the whole text."""
+        """A copy of the tokens from `begin` on, with all of `score`, which belongs to the whole text."""
         metadata = {name: x if name == "score" else x[:, :, begin:] for name, x in self.metadata.items()}
         codes = self.codes and tuple(x[:, :, begin:] for x in self.codes)
         part = Text(self.k[:, :, begin:], self.v[:, :, begin:], codes, metadata, self.length - begin)
         return part._each(torch.clone)
 
     def to(self, device: torch.device) -> Text:
-        """The same on another device."""
+        """The texts on another device."""
         return self if self.k.device == device else self._each(lambda x: x.to(device))
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> Text:
@@ -206,10 +206,10 @@ class Text:
 
 @dataclass(frozen=True)
 class Tokens:
-    """The tokens among which a rule chooses: those of a prompt, or those in the slots of a cache.
+    """The tokens that a rule chooses from: those of a prompt, or those in the slots of a cache.
 
     Attributes:
-        metadata: (B, KV, N) by name, of N tokens for each KV head.
+        metadata: (B, KV, N) by name.
         newest: (B, 1, 1) int32, position of the newest token; prompt: (B, 1, 1) int32, tokens of the prompt.
     """
 
@@ -219,12 +219,12 @@ class Tokens:
 
     @property
     def score(self) -> Tensor:
-        """fp32, the attention that a token has received."""
+        """fp32, the attention that each token has received."""
         return self.metadata["score"]
 
     @property
     def position(self) -> Tensor:
-        """int32, a token's place in its text; -1 for padding and empty slots."""
+        """int32, each token's position in its text; -1 for padding and empty slots."""
         return self.metadata["position"]
 
 

@@ -1,4 +1,4 @@
-"""Keep the tokens that contribute most to what attention returns, for their age."""
+"""Keep the tokens that contribute most to the output of attention, for their age."""
 
 from __future__ import annotations
 
@@ -15,19 +15,18 @@ from h2o_flexgen.kv_cache.value_norm import ValueNormCache
 
 @dataclass(frozen=True)
 class SmoothedCache(DecayedCache, ValueNormCache):
-    """H2O with a smoothed mean instead of the sum, times the value's norm: our own.
+    """H2O with a smoothed mean instead of the sum, times the norm of the value: our own.
 
-    A sum of attention favours old tokens. A mean favours new ones, whose few observations are mostly their own, which
-    is large. So the mean of `queries` more observations is taken, in which a token received what each of the cache's
-    tokens receives on average (additive smoothing). What attention returns is a sum of values, hence the factor of the
-    value's L1 norm, as in VATP (arXiv 2406.12335). The smoothing also lets new tokens stay for a while, so that the
-    window of recent ones may be smaller: the last quarter of the slots.
-
-    In a stream without end the mean of a whole life says little about what comes next. So old observations fade, as in
-    `DecayedCache`, but slowly: some thousand tokens count.
+    Keeps the last tokens, up to a quarter of the slots, and of the others those with the highest product of two
+    factors: the smoothed mean of the attention received, and the L1 norm of the value.
+    Why: a sum of attention favours old tokens. A mean favours new ones, whose few observations are mostly their own,
+    which is large. So the mean includes `queries` more observations, each the average attention of a slot (additive
+    smoothing); this also gives new tokens time, so that a smaller window suffices. The output of attention is a sum of
+    values, hence the norm, as in VATP (arXiv 2406.12335). In an endless stream the mean of a whole life says little
+    about what comes next, so that old observations fade as in `DecayedCache`, but slowly: a few thousand tokens count.
 
     Args:
-        queries: how many observations the average counts for.
+        queries: weight of the average, in observations.
     """
 
     first: int = 0

@@ -18,15 +18,15 @@ from h2o_flexgen.kv_cache.rule import Rows, Tokens
 class SnapKVCache(BudgetRule):
     """SnapKV (arXiv 2404.14469, section 4).
 
-    What the last queries of a prompt attend to is what the output will need, since a question stands at the end. They
-    vote with their attention, summed over the query heads of a group. Votes are pooled over neighbours, so that a
-    token stays with its context. The last `recent` tokens of the prompt stay, and of the others the `heavy` ones with
-    the most votes; and then every generated token, so the cache grows with the output. In the paper the last tokens
-    that stay are those that vote: `recent` is `window`.
+    Keeps the last `recent` tokens of the prompt, the `heavy` others with the most votes, and every generated token, so
+    that the cache grows with the output. The last `window` queries of the prompt vote with their attention, summed over
+    the query heads of a group; votes are pooled over neighbours, so that a token stays with its context. In the paper
+    `recent` equals `window`.
+    Why: the question stands at the end of a prompt, and what it attends to is what the output will need.
 
     Args:
-        window: the last queries of the prompt that vote.
-        pool: neighbours that votes are pooled over, the token itself included; odd.
+        window: number of the last queries of the prompt, which vote.
+        pool: size of the neighbourhood that votes are pooled over, including the token itself; odd.
         pooling: "max" as in the paper's experiments, or "avg".
     """
 
@@ -59,7 +59,7 @@ class SnapKVCache(BudgetRule):
         return (position > newest - self.window).float()
 
     def rank(self, tokens: Tokens) -> Tensor:
-        # those in the window stay anyhow, and do not help their neighbours
+        # the window stays in any case: it must not help its neighbours
         votes = torch.where(tokens.position > tokens.newest - self.recent_window, 0.0, tokens.score)
         pooled = F.max_pool1d if self.pooling == "max" else F.avg_pool1d
         return pooled(votes, self.pool, 1, self.pool // 2)

@@ -1,9 +1,9 @@
 """Keep columns of a lattice over the text: the patterns of the Sparse Transformer (arXiv 1904.10509, section 4.3).
 
-There, a query attends to a local window and to columns of the attention matrix, whatever it contains: every s-th token
-behind it (strided), or the last c of every block (fixed). H2O (arXiv 2306.14048, table 2) compares with both, alone and
-with heavy hitters. A cache must say which tokens no later query will need, so here the columns are counted from the
-start of the text, and a lattice only ever gets coarser: what is on it now has been on it from the start.
+There, a query attends to a local window and to fixed columns of the attention matrix: every s-th token before it
+(strided), or the last c of every block (fixed). H2O (arXiv 2306.14048, table 2) compares with both, alone and combined
+with heavy hitters. A cache must know which tokens no later query will need, so here columns are counted from the start
+of the text, and the lattice only ever gets coarser: a token on it now has been on it from the start.
 
     strided, s = 4             X . . . X . . . X . . . X R R R
     fixed, blocks of 3, c = 1  . . X . . X . . X . . X . R R R      X on the lattice, R recent
@@ -23,15 +23,19 @@ from h2o_flexgen.kv_cache.rule import Tokens
 
 @dataclass(frozen=True)
 class StridedCache(FixedRule):
-    """The last `recent` tokens, and every s-th token of the text, where s is the smallest power of two for which they
-    have room in the `heavy` slots. Slots that are left over go to the newest tokens."""
+    """Strided pattern of the Sparse Transformer.
+
+    Keeps the last `recent` tokens and every s-th token of the text, where s is the smallest power of two for which
+    these fit in the `heavy` slots. Left-over slots go to the newest other tokens.
+    Why: it is a baseline that ignores attention, but covers the whole text evenly.
+    """
 
     name = "strided"
     has_heavy_hitters: ClassVar[bool] = False
 
     @property
     def share(self) -> int:
-        """Slots for the lattice: with heavy hitters half of those that no other token is sure of."""
+        """Slots for the lattice: those that protect no other token, or half of them with heavy hitters."""
         return (self.slots - self.recent_window - self.first - self.last) // (2 if self.has_heavy_hitters else 1)
 
     def on_lattice(self, position: Tensor, length: Tensor) -> Tensor:
@@ -50,15 +54,19 @@ class StridedCache(FixedRule):
 
 @dataclass(frozen=True)
 class FixedColumnsCache(StridedCache):
-    """The last `recent` tokens, and the last c of every block of `recent` tokens, where c is the `heavy` slots over the
-    number of blocks. If there are more blocks than slots, c is 1 and blocks are joined, in powers of two. Slots that
-    are left over go to the newest tokens."""
+    """Fixed pattern of the Sparse Transformer.
+
+    Keeps the last `recent` tokens and the last c of every block of `recent` tokens, where c is the number of `heavy`
+    slots per block. With more blocks than slots, c is 1 and blocks are joined in powers of two. Left-over slots go to
+    the newest other tokens.
+    Why: as in `StridedCache`; the end of a block is where the paper expects a summary of it.
+    """
 
     name = "fixed"
 
     def on_lattice(self, position: Tensor, length: Tensor) -> Tensor:
         size = max(1, self.recent)
-        blocks = (length // size).clamp_(min=1)  # whole ones; the tokens of another are in the window
+        blocks = (length // size).clamp_(min=1)  # whole ones: the rest is in the window
         columns = (self.share // blocks).clamp_(min=1)
         size = size * _power_of_two(blocks, self.share)
         # exact in fp32 up to position 2^23, and a third of the time of an integer remainder
@@ -67,7 +75,7 @@ class FixedColumnsCache(StridedCache):
 
 @dataclass(frozen=True)
 class StridedHeavyHitterCache(StridedCache):
-    """As `StridedCache` with half of the `heavy` slots, and the highest scores of H2O in those that are left over."""
+    """Keeps the columns of `StridedCache` in half of the `heavy` slots, and H2O's highest scores in the rest."""
 
     name = "strided_h2o"
     has_heavy_hitters = True
@@ -75,14 +83,13 @@ class StridedHeavyHitterCache(StridedCache):
 
 @dataclass(frozen=True)
 class FixedColumnsHeavyHitterCache(FixedColumnsCache):
-    """As `FixedColumnsCache` with half of the `heavy` slots, and the highest scores of H2O in those that are left
-    over."""
+    """Keeps the columns of `FixedColumnsCache` in half of the `heavy` slots, and H2O's highest scores in the rest."""
 
     name = "fixed_h2o"
     has_heavy_hitters = True
 
 
 def _power_of_two(count: Tensor, share: int) -> Tensor:
-    """The smallest by which `count` (int32, 1 or more) can be divided to be at most `share`."""
+    """The smallest power of two that `count` (int32, 1 or more) must be divided by to be at most `share`."""
     most = (count - 1) // share  # as many bits as the power has zeros
     return torch.bitwise_left_shift(1, torch.frexp(most.float()).exponent)

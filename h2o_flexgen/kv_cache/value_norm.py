@@ -1,4 +1,4 @@
-"""Keep the tokens that contribute most to what attention returns."""
+"""Keep the tokens that contribute most to the output of attention."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from h2o_flexgen.kv_cache.rule import Tokens
 class ValueNormCache(FixedRule):
     """VATP, value-aware token pruning (arXiv 2406.12335), on the scores of H2O.
 
-    A token's share in the output is its attention times its value. So the cache ranks tokens by H2O's score times the
-    L1 norm of the value. The first tokens (attention sinks) have large scores and tiny values, but a model breaks
-    without them: `first` protects 20, as the paper's code does.
+    Keeps the `first` and the last `recent` tokens and, of the others, those with the highest product of H2O's score and
+    the L1 norm of the value.
+    Why: a token's share of the output is its attention times its value. The first tokens (attention sinks) have large
+    scores and tiny values, but a model breaks without them: `first` protects 20, as the paper's code does.
     """
 
     first: int = 20

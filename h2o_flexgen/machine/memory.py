@@ -1,4 +1,4 @@
-"""RAM that this process uses and may use, within its cgroup (v1 or v2); free disk; gaps in its heap."""
+"""RAM that this process uses and may use, within its cgroup (v1 or v2); its heap; free disk."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-#: bytes that libraries and the allocator hold beside tensors once they compute: 20 to 70 MiB
+#: bytes that libraries and the allocator hold besides tensors once they compute: 20 to 70 MiB
 LIBRARIES = 48 << 20
-#: oneDNN keeps what it compiled for each shape of a matmul, 1,024 of them by default. With every row that ends there is
-#: another, hundreds of MiB in all that no plan counts; a pass needs about twenty. Read before the first matmul.
+#: oneDNN caches what it compiles for each shape of a matmul, 1,024 shapes by default. Every row that ends makes another
+#: shape, in all hundreds of MiB that no plan counts; a pass needs about twenty. Read before the first matmul.
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "48")
-#: mallopt's names for two of its parameters, and the bytes they are set to
+#: two parameters of mallopt, and the bytes they are set to
 M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
 TRIM_BYTES = 64 << 20
 MMAP_BYTES = 8 << 20
-#: by the version of cgroups: where they are, the files of a group's limit and usage, what its counters begin with
+#: by version of cgroups: their root, the files of a group's limit and usage, the prefix of its counters
 CGROUPS = {
     1: ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
     2: ("/sys/fs/cgroup", "memory.max", "memory.current", ""),
@@ -27,21 +27,21 @@ CGROUPS = {
 
 
 def hold_heap() -> None:
-    """Keep large temporaries out of the heap: after a large block is freed, glibc takes others of up to 32 MiB from the
-    heap, where they leave gaps that no plan counts, hundreds of MiB in a long job. Small blocks stay in the heap, since
-    new pages for each would cost time."""
+    """Keep large temporaries out of the heap: once a large block has been freed, glibc allocates others of up to 32 MiB
+    in the heap and fragments it, in a long job by hundreds of MiB that no plan counts. Small blocks stay in the heap,
+    since fresh pages for each would cost time."""
     libc = ctypes.CDLL(None)
     libc.mallopt(M_MMAP_THRESHOLD, MMAP_BYTES)
     libc.mallopt(M_TRIM_THRESHOLD, TRIM_BYTES)
 
 
 def trim_heap() -> None:
-    """Give free pages of the heap back to the system, also those between blocks in use."""
+    """Return free pages of the heap to the system, including those between blocks in use."""
     ctypes.CDLL(None).malloc_trim(0)
 
 
 def _lines(path: str) -> list[str]:
-    """What a file of the kernel holds; nothing where there is none."""
+    """The lines of a file of the kernel; none if it is missing."""
     try:
         return Path(path).read_text().splitlines()
     except OSError:
@@ -49,17 +49,17 @@ def _lines(path: str) -> list[str]:
 
 
 def _cgroups_left() -> Iterator[float]:
-    """Bytes left under the limits of this process's memory cgroup and of those that hold it."""
+    """Bytes left under the limits of this process's memory cgroup and of its ancestors."""
     for line in _lines("/proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
         if not controllers or "memory" in controllers.split(","):
             root, *files = CGROUPS[1 if controllers else 2]
-            group = Path(root + path)  # in a container that of the host may be told: there our own is at the root
+            group = Path(root + path)  # in a container this may be the host's path, with our own group at the root
             yield from (_cgroup_left(folder, *files) for folder in (group, *group.parents))
 
 
 def _cgroup_left(folder: Path, limit_file: str, usage_file: str, prefix: str) -> float:
-    """Page cache that the kernel can drop counts as left, as in /proc/meminfo."""
+    """Bytes left under one limit. Page cache that the kernel can drop counts as left, as in /proc/meminfo."""
     try:
         limit, usage = (int((folder / file).read_text()) for file in (limit_file, usage_file))
         stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
@@ -70,23 +70,23 @@ def _cgroup_left(folder: Path, limit_file: str, usage_file: str, prefix: str) ->
 
 
 def ram_available() -> int:
-    """Bytes of RAM this process can still take: free in the machine and allowed by its cgroups."""
+    """Bytes of RAM that this process can still take: free on the machine and allowed by its cgroups."""
     return max(0, min([_proc("meminfo", "MemAvailable"), *_cgroups_left()]))
 
 
 def ram_in_all() -> int:
-    """Bytes of RAM this process can hold: free ones and its own, but for mapped files, which count as free."""
+    """Bytes of RAM that this process can hold: available ones, which include mapped files, and its own."""
     return ram_available() + _proc("self/status", "RssAnon") + _proc("self/status", "RssShmem")
 
 
 def held() -> int:
-    """Bytes of RAM that this process holds, after its free pages have gone back to the system."""
+    """Bytes of RAM that this process holds once its heap is trimmed."""
     trim_heap()
     return resident()
 
 
 def baseline() -> int:
-    """Bytes of RAM that this process holds now, and will beside tensors once it computes."""
+    """Bytes of RAM that this process will hold besides further tensors once it computes."""
     return held() + LIBRARIES
 
 
@@ -99,7 +99,7 @@ def disk_free(folder: Path) -> int:
 
 
 def _proc(file: str, key: str) -> int:
-    """Bytes that a file under /proc gives, as in "MemAvailable:  123 kB"; 0 if it does not."""
+    """Bytes of an entry like "MemAvailable:  123 kB" in a file under /proc; 0 if there is none."""
     return next((int(line.split()[1]) * 1024 for line in _lines(f"/proc/{file}") if line.startswith(key + ":")), 0)
 
 
@@ -114,6 +114,6 @@ def peak_resident() -> int:
 
 
 def reset_peak() -> None:
-    """Start `peak_resident` anew; if the kernel refuses, it counts from the start of the process."""
+    """Reset `peak_resident`; if the kernel refuses, it keeps counting from the start of the process."""
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")

@@ -1,16 +1,16 @@
-"""Pages of memory, which direct disk requests are made of. Pure Python."""
+"""Pages of memory, which direct disk requests are made of."""
 
 from __future__ import annotations
 
-#: bytes of a page of memory, which direct disk requests are made of
+#: bytes of a page
 PAGE = 4096
 
 
 def aligned(nbytes: int) -> int:
-    """Up to whole pages."""
+    """`nbytes` rounded up to whole pages."""
     return -(-nbytes // PAGE) * PAGE
 
 
 def staging_span(nbytes: int) -> int:
-    """Room for a tensor at any phase within a page, in whole pages."""
+    """Bytes of the whole pages that hold a tensor wherever in a page it begins."""
     return aligned(nbytes) + PAGE

@@ -13,21 +13,21 @@ from h2o_flexgen.utils.files import JSON_BYTES, open_regular, read_bytes
 #: a checkpoint in one file
 NAMES = ("model.safetensors", "pytorch_model.bin")
 STEMS = ("model", "pytorch_model")
-#: how files of weights end, whether they can be read or not
+#: suffixes of files of weights, readable or not
 WEIGHTS = (".safetensors", ".bin", ".pth", ".pt", ".h5", ".msgpack", ".onnx")
-#: a part of a model, by its name
+#: the name of one part of a model
 NUMBERED = re.compile(r"(.+)-\d{5}-of-(\d{5})(\.\w+)")
-#: how a file begins that git has left in the place of a large one
+#: the beginning of a file that stands in for a large one until Git LFS fetches it
 POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files of the weights in a folder, of which some may be missing; none if it has no weights. Of several
-    checkpoints it is the one that transformers takes.
+    """The files of the weights in a folder, some of which may be missing; [] without weights. Of several checkpoints
+    transformers' choice is taken.
 
     Raises:
-        UserError: a folder that cannot be listed, an index of shards that cannot be read or that names files elsewhere,
-            shards of several checkpoints without an index, or a pointer of Git LFS.
+        UserError: a folder that cannot be listed, a shard index that cannot be read or names files elsewhere, shards of
+            several checkpoints without an index, or a pointer of Git LFS.
     """
     found = _checkpoints(folder)
     if not found:
@@ -42,20 +42,20 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether no file of the weights is missing, as after a download that was interrupted."""
+    """Whether there are weights and none of their files is missing, as after an interrupted download."""
     files = weight_files(folder)
     return bool(files) and all(map(os.path.isfile, files))
 
 
 def describe_choice(folder: Path) -> str | None:
-    """Which of several checkpoints in a folder is read, or None if there is only one."""
+    """A message about which of several checkpoints in a folder is read; None if there is only one."""
     first, *others = (path.name for path in _checkpoints(folder))
     others += [name for name in listed(folder) if name.startswith("adapter_model.") or name.endswith(".gguf")]
     return f"{folder} holds several checkpoints: {first} is read, not {', '.join(others)}" if others else None
 
 
 def describe_unreadable(folder: Path) -> str:
-    """What to do with the weights of a folder that cannot be read, as the end of a message."""
+    """What to do about weights in a folder that cannot be read, as the end of a message."""
     names = [name for name in (listed(folder) if os.path.isdir(folder) else []) if name.endswith(WEIGHTS)]
     if any(name.startswith("adapter_model.") for name in names):
         return "; it holds an adapter: merge it into its base model, with peft's merge_and_unload, and give the result"
@@ -65,7 +65,8 @@ def describe_unreadable(folder: Path) -> str:
 
 
 def numbered(path: Path) -> list[Path]:
-    """All parts of a model, by the name of one, such as model-00001-of-00003.safetensors; another name is a whole."""
+    """All parts of a model, from the name of one, such as model-00001-of-00003.safetensors. Any other file stands for
+    itself."""
     found = NUMBERED.fullmatch(path.name)
     if not found:
         return [path]
@@ -75,7 +76,7 @@ def numbered(path: Path) -> list[Path]:
 
 
 def _whole_name(name: str) -> str | None:
-    """What the file would be called of which a name is that of a part; None for a name of no part."""
+    """The name without its part number; None if it has none."""
     found = NUMBERED.fullmatch(name)
     return found and found[1] + found[3]
 
@@ -103,8 +104,8 @@ def check_fetched(file: Path) -> None:
 
 
 def _checkpoints(folder: Path) -> list[Path]:
-    """Of each checkpoint its only file, its index, or, without one, its first shard: in transformers' order, which
-    takes no shards without an index."""
+    """The only file, the index or, without an index, the first shard of each checkpoint; in transformers' order, which
+    knows no shards without an index."""
     names = [name for name in listed(folder) if name.startswith(STEMS) and os.path.isfile(folder / name)]
     found = []
     without_index = set()

@@ -1,7 +1,5 @@
-"""GGUF files, llama.cpp's format of a model in one file: its config, its tokenizer, and its tensors under the names of
-Hugging Face checkpoints.
-
-The package `gguf` knows names and dequantises types.
+"""GGUF files, llama.cpp's format for a model in one file: config, tokenizer, and tensors by the names of Hugging Face
+checkpoints. Names and dequantisation come from the package `gguf`.
 """
 
 from __future__ import annotations
@@ -21,22 +19,21 @@ from h2o_flexgen.errors import UserError
 from h2o_flexgen.formats import GGUF, Format
 from h2o_flexgen.models.gguf_file import GGUFTensor, parts, read_model
 from h2o_flexgen.models.gguf_tokenizer import write_tokenizer
+from h2o_flexgen.models.llama import LLAMA3_ROPE
 from h2o_flexgen.models.registry import spec_of
 from h2o_flexgen.models.rope import frequencies
 from h2o_flexgen.models.spec import Config, Layer, Rope, shortened
 from h2o_flexgen.utils.copies import converted
 from h2o_flexgen.utils.files import OTHER_HOME, cache_root
 
-#: architectures that can be read, by GGUF's names, which are their `model_type`; Mistral's is "llama" too
+#: supported architectures, by GGUF's names, which equal their `model_type`; Mistral's is "llama" too
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
-#: types that stay as they are; all others are dequantised
+#: types that are read unchanged; all others are dequantised
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-#: how tensors end that are no weights
+#: suffixes of tensors that are not weights
 UNUSED = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight", "attn_rot_embd.weight")
-#: elements that are dequantised at once
+#: elements that are dequantised at a time
 PART = 1 << 22
-#: the RoPE scaling of every LLaMA 3.1 and 3.2 but for its factor
-LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
 def is_gguf(path: Path) -> bool:
@@ -44,10 +41,10 @@ def is_gguf(path: Path) -> bool:
 
 
 def unpacked(path: Path) -> Path:
-    """The folder with the config and the tokenizer of a GGUF file, made once and kept under the cache folder.
+    """The folder with the config and the tokenizer of a GGUF file, made once and kept in the cache folder.
 
     Raises:
-        UserError: as `GGUFFile`; a tokenizer of a kind that is not known; or no space.
+        UserError: as `GGUFFile`, an unsupported tokenizer, or no space.
     """
     try:
         return converted(parts(path), "config and tokenizer", lambda folder: GGUFFile(path).unpack(folder), "unpacked")
@@ -56,11 +53,11 @@ def unpacked(path: Path) -> Path:
 
 
 def in_place(path: Path, layers: Sequence[Layer]) -> dict[str, tuple[Path, int, tuple[int, ...], Format]]:
-    """{name: (file, offset, shape, format)} of those tensors of a model, by their names in a Hugging Face checkpoint,
-    that lie in a GGUF file, or in a part of one, as they can be streamed.
+    """{name in a Hugging Face checkpoint: (file, offset, shape, format)} of the tensors that can be streamed in their
+    stored format from a GGUF file or its parts.
 
     Args:
-        layers: all of the model.
+        layers: all layers of the model.
 
     Raises:
         UserError: as `GGUFFile`, or a tensor that is missing, has another shape, or belongs to another architecture.
@@ -80,16 +77,14 @@ def in_place(path: Path, layers: Sequence[Layer]) -> dict[str, tuple[Path, int, 
 
 
 class GGUFFile:
-    """A model in one GGUF file, or in several, of which `path` is any. Methods raise UserError if it lacks what they
-    need.
+    """A model in a GGUF file or in several parts; `path` is any of them. Methods raise UserError for missing data.
 
     Attributes:
-        architecture: GGUF's name of it, one of ARCHITECTURES.
-        tensors: {GGUF's name: where the tensor is}.
+        architecture: one of ARCHITECTURES.
+        tensors: by GGUF's names.
 
     Raises:
-        UserError: the package `gguf` is missing, or a file cannot be read, is not whole, or is of an architecture that
-            is not known.
+        UserError: the package `gguf` is missing, a file cannot be read or is damaged, or an unsupported architecture.
     """
 
     def __init__(self, path: Path):
@@ -104,18 +99,18 @@ class GGUFFile:
             )
 
     def unpack(self, folder: Path) -> None:
-        """Write config.json and the files of the tokenizer, if there is one, into a folder."""
+        """Write config.json and, if there is a tokenizer, its files into a folder."""
         (folder / "config.json").write_text(json.dumps(self.config, indent=1))
         write_tokenizer(self, folder)
 
     # metadata
 
     def field(self, name: str, default=None):
-        """A value of the metadata by its whole name, and `default` where there is none."""
+        """A value of the metadata by its full name, or `default`."""
         return self.header.value(name, default)
 
     def _get(self, key: str, default=None):
-        """A value of the architecture; without a default it must be there."""
+        """A value of the architecture, which is required unless there is a default."""
         value = self.field(f"{self.architecture}.{key}", default)
         if value is None:
             raise UserError(f"{self.path} has no value for {self.architecture}.{key}")
@@ -130,12 +125,12 @@ class GGUFFile:
 
     @cached_property
     def config(self) -> dict:
-        """As the config.json of a checkpoint; `models.registry.spec_of` can read it."""
+        """The config.json of an equivalent checkpoint, checked by `registry.spec_of`."""
         heads = self._size("attention.head_count")
         hidden = self._size("embedding_length")
         head_dim = self._size("attention.key_length", max(1, hidden // heads))
         if self._get("rope.dimension_count", head_dim) != head_dim:
-            raise UserError(f"{self.path} rotates a part of each head only, which is not supported in GGUF files")
+            raise UserError(f"{self.path} rotates only a part of each head, which is not supported in GGUF files")
         if self._get("expert_count", 0):
             raise UserError(f"{self.path} is a mixture of experts, which is not supported")
         config = {
@@ -159,7 +154,7 @@ class GGUFFile:
         types = {tensor.type for tensor in self.tensors.values() if len(tensor.shape) > 1}
         if len(types) == 1 and types < FLOATS.keys():
             config["dtype"] = str(FLOATS[types.pop()]).removeprefix("torch.")
-        spec_of(config, str(self.path))  # raises for values that make no sense
+        spec_of(config, str(self.path))  # raises for invalid values
         return config
 
     def _layers(self) -> int:
@@ -170,7 +165,7 @@ class GGUFFile:
         return count
 
     def _eos(self) -> list[int]:
-        """Tokens that end a text: the end of a text, and that of an answer in a conversation."""
+        """Tokens that end a text: at its end, and at the end of an answer in a conversation."""
         ids = (self.field(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom"))
         return [token for token in ids if token is not None]
 
@@ -188,7 +183,7 @@ class GGUFFile:
         return scaling
 
     def _longrope_scaling(self) -> dict:
-        """LongRoPE's divisors; which of the two sets turns a text is its length's choice, not the context window's."""
+        """LongRoPE's two sets of divisors, which apply to texts up to the original length and to longer ones."""
         scaling = {"rope_type": "longrope", "attention_factor": self._get("rope.scaling.attn_factor", 1.0)}
         for which in ("short", "long"):
             name = f"rope_factors_{which}.weight"
@@ -196,7 +191,8 @@ class GGUFFile:
         return scaling | {"original_max_position_embeddings": self._get("rope.scaling.original_context_length")}
 
     def _llama3_scaling(self, head_dim: int) -> dict:
-        """The file only has divisors of the frequencies: the slowest has the factor, the others must follow from it."""
+        """LLaMA 3's scaling from the file's divisors of the frequencies: the largest is the factor, which must explain
+        the others."""
         divisors = self.dequantised("rope_freqs.weight", torch.float32).float()
         scaling = {"factor": float(divisors.max()), **LLAMA3_ROPE}
         theta = Config({"rope_theta": self._get("rope.freq_base", 10000.0)}, str(self.path)).number("rope_theta")
@@ -213,10 +209,10 @@ class GGUFFile:
     # tensors
 
     def checkpoint_tensors(self, layers: Sequence[Layer], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor) of all tensors in `layers` by their names in a Hugging Face checkpoint.
+        """(name in a Hugging Face checkpoint, tensor) of all tensors in `layers`.
 
         Args:
-            dtype: of those that are quantised in the file.
+            dtype: for tensors that are quantised in the file.
         """
         for name, shape, stored, heads in self.named(layers):
             self.tensor(stored, shape)
@@ -224,7 +220,7 @@ class GGUFFile:
             yield name, unpermuted(tensor, heads) if heads else tensor
 
     def dequantised(self, name: str, dtype: torch.dtype) -> Tensor:
-        """A tensor by its name in the file: floats as they are, others in `dtype`, dequantised a part at a time."""
+        """A tensor by its name in the file: floats in their own type, others dequantised to `dtype`, part by part."""
         import gguf
 
         found = self.tensor(name)
@@ -246,7 +242,7 @@ class GGUFFile:
         return out.view(found.shape)
 
     def tensor(self, name: str, shape: tuple[int, ...] | None = None) -> GGUFTensor:
-        """A tensor by its name in the file, which must have a shape if one is given."""
+        """A tensor by its name in the file. Raises UserError if it is missing, or if its shape is not `shape`."""
         if name not in self.tensors:
             raise UserError(f"{self.path} has no tensor {name!r}")
         found = self.tensors[name]
@@ -256,8 +252,8 @@ class GGUFFile:
         return found
 
     def named(self, layers: Sequence[Layer]) -> Iterator[tuple[str, tuple[int, ...], str, int]]:
-        """(name in a checkpoint, shape, GGUF's name, heads whose rows llama.cpp has put in its order) of tensors.
-        Raises UserError for one that no file of this architecture has."""
+        """(name in a checkpoint, shape, GGUF's name, heads whose rows llama.cpp permutes or 0) of all tensors. Raises
+        UserError for a tensor that this architecture lacks."""
         import gguf
 
         arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == self.architecture)
@@ -275,7 +271,7 @@ class GGUFFile:
 
 
 def unpermuted(tensor: Tensor, heads: int) -> Tensor:
-    """The rows (heads * D, ...) of queries or keys in the order of a checkpoint: llama.cpp lays the two elements that
-    RoPE rotates together side by side, where a checkpoint has them half a head apart."""
+    """The rows (heads * D, ...) of queries or keys in the order of a checkpoint. llama.cpp puts the two elements of a
+    pair that RoPE rotates side by side; in a checkpoint they are half a head apart."""
     pairs = tensor.view(heads, len(tensor) // heads // 2, 2, *tensor.shape[1:])
     return pairs.transpose(1, 2).reshape(tensor.shape)

@@ -1,6 +1,6 @@
-"""The headers of GGUF files, read and checked: metadata, and where each tensor is.
+"""Reads and checks the headers of GGUF files: metadata and the places of tensors.
 
-The package `gguf` reads them too, but it trusts every number of a file and takes seconds for a large vocabulary.
+The package `gguf` reads them too, but trusts every number in a file and takes seconds for a large vocabulary.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from h2o_flexgen.utils.files import open_regular
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
-#: the metadata's types of numbers, as `struct` and numpy call them
+#: numeric types of the metadata -> codes of `struct` and numpy
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-#: its other types
+#: other types of the metadata
 TEXT = 8
 ARRAY = 9
 SIZE = struct.Struct("<Q")
-#: of a tensor, as in ggml
+#: dimensions of a tensor, as in ggml
 MOST_DIMENSIONS = 4
-#: of metadata and descriptions of tensors; the largest vocabularies take 16 MiB
+#: size of metadata and tensor descriptions; the largest vocabularies take 16 MiB
 MOST_HEADER_BYTES = 1 << 26
 
 
@@ -37,26 +37,26 @@ class GGUFTensor(NamedTuple):
     """A tensor in a file: `nbytes` bytes from `offset`, row-major."""
 
     path: Path
-    type: str  # as the package `gguf` calls it, such as "Q4_K"
+    type: str  # the package's name, such as "Q4_K"
     shape: tuple[int, ...]
     offset: int
     nbytes: int
 
 
 class Header(NamedTuple):
-    """Of one file. An array of numbers among the values is one of numpy."""
+    """The header of a file. Arrays of numbers in the metadata are numpy's."""
 
     fields: dict[str, object]
     tensors: dict[str, GGUFTensor]
 
     def value(self, name: str, default=None):
-        """One of the metadata, and `default` where there is none."""
+        """A value of the metadata, or `default`; arrays as lists."""
         value = self.fields.get(name, default)
         return value.tolist() if isinstance(value, np.ndarray) else value
 
 
 def parts(path: Path) -> list[Path]:
-    """All files of the model that a file belongs to. Raises UserError if one is missing."""
+    """All files of the model that a file is part of. Raises UserError if one is missing."""
     files = numbered(path)
     missing = [file.name for file in files if not os.path.exists(file)] if len(files) > 1 else []
     if missing:
@@ -69,7 +69,7 @@ def read_model(path: Path) -> Header:
     """The metadata and the tensors of a model, from all of its files.
 
     Raises:
-        UserError: the package `gguf` is missing, or as `parts` and `read_header`, or parts that are of several models.
+        UserError: as `parts` and `read_header`, the package `gguf` is missing, or the parts do not belong together.
     """
     try:
         import gguf  # noqa: F401
@@ -82,11 +82,11 @@ def read_model(path: Path) -> Header:
         no = header.value("split.no", 0)
         count = header.value("split.count", 1)
         if (no, count) != (number, len(files)):
-            said = f"says that it is number {shortened(no)}, from 0, of {shortened(count)}"
+            said = f"claims to be part {shortened(no)} of {shortened(count)}, counting from 0"
             advice = "parts of a split model must keep their names, such as model-00001-of-00003.gguf"
             raise UserError(f"{file} {said}: {advice}")
         if again := tensors.keys() & header.tensors.keys():
-            raise UserError(f"{file} has a tensor of another part, {shortened(min(again))}: they are of several models")
+            raise UserError(f"{file} and another part both have {shortened(min(again))}: they are of different models")
         tensors |= header.tensors
     expected = headers[0].value("split.tensors.count", len(tensors))
     if expected != len(tensors):
@@ -95,7 +95,7 @@ def read_model(path: Path) -> Header:
 
 
 def read_header(path: Path) -> Header:
-    """Raises UserError for a file that cannot be read, is not whole, or describes tensors that it cannot hold."""
+    """Raises UserError for a file that cannot be read, is truncated, or describes tensors that it cannot hold."""
     check_fetched(path)
     try:
         with open(open_regular(path), "rb") as file:
@@ -113,7 +113,7 @@ def read_header(path: Path) -> Header:
 
 
 class _Cursor:
-    """Reads one value after another. Methods raise ValueError where the data end."""
+    """Reads one value after another. Methods raise ValueError at the end of the data."""
 
     def __init__(self, data: mmap.mmap):
         self.data = data
@@ -182,7 +182,7 @@ def _header(path: Path, cursor: _Cursor, size: int) -> Header:
 
 
 def _tensor(path: Path, name: str, cursor: _Cursor) -> GGUFTensor:
-    """The next description of a tensor; its offset counts from the first tensor of the file."""
+    """The next description of a tensor; its offset is relative to the first tensor."""
     import gguf
 
     dimensions = cursor.number("I")
@@ -204,14 +204,14 @@ def _tensor(path: Path, name: str, cursor: _Cursor) -> GGUFTensor:
 
 
 def _check_places(tensors: dict[str, GGUFTensor], alignment: int, room: int) -> None:
-    """Raises ValueError unless tensors lie one behind another, each at the next multiple of `alignment`, within
-    `room` bytes."""
+    """Raises ValueError unless the tensors follow one another, each at the next multiple of `alignment`, within `room`
+    bytes."""
     end = 0
     for name, tensor in sorted(tensors.items(), key=lambda item: item[1].offset):
         expected = -(-end // alignment) * alignment
         if tensor.offset != expected:
             raise ValueError(
-                f"{shortened(name)} begins at {tensor.offset}, not at {expected} behind the tensor before it"
+                f"{shortened(name)} begins at {tensor.offset}, not at {expected} after the previous tensor"
             )
         end = expected + tensor.nbytes
         if end > room:

@@ -1,5 +1,5 @@
-"""The tokenizer, the chat template and the end-of-text ids of a GGUF file, by the rules of llama.cpp's vocabulary
-(src/llama-vocab.cpp): what a file leaves out follows from the kind of its tokenizer and from its pre-tokenizer."""
+"""The tokenizer, the chat template and the end-of-text ids of a GGUF file, by the rules of llama.cpp
+(src/llama-vocab.cpp): missing metadata follow from the kinds of the tokenizer and the pre-tokenizer."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 
 #: llama.cpp's names for a model without a tokenizer
 NO_TOKENIZER = ("none", "no_vocab")
-#: llama.cpp's names for SentencePiece's byte pairs and for byte-level ones: the tokenizers of the known architectures
+#: llama.cpp's names for SentencePiece's byte pairs and for byte-level ones, the tokenizers of the known architectures
 SENTENCE_PIECE = "llama"
 BYTE_LEVEL = "gpt2"
-#: ids of tokens that a file does not name
+#: default ids of special tokens
 DEFAULT_IDS = {
     SENTENCE_PIECE: {"bos": 1, "eos": 2, "unknown": 0},
-    BYTE_LEVEL: {"bos": 11, "eos": 11},  # Falcon's, and only where that is a special token
+    BYTE_LEVEL: {"bos": 11, "eos": 11},  # Falcon's; only used where that is a special token
 }
-#: the end of struck-out text in HTML too: an ordinary token of some vocabularies
+#: also the end of struck-out text in HTML, and so an ordinary token of some vocabularies
 HTML_END = "</s>"
-#: tokens that end a text, named by the file or not; `HTML_END` only where it is special
+#: tokens that end a text whether the metadata name them or not; `HTML_END` only where it is special
 ENDS = frozenset(
     """
     <|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> <|endoftext|> </s> <|eom_id|>
@@ -40,7 +40,7 @@ ENDS = frozenset(
     <|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame> <|file_sep|>
     """.split()
 )
-#: where a vocabulary holds one token of each set, <|end|> ends a part of an answer only
+#: in a vocabulary with a token of each set, <|end|> only ends a part of an answer
 PARTS = ({"<|call|>", "<|calls|>"}, {"<|return|>", "<|flush|>"})
 #: keys of ids that end a text
 END_KEYS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
@@ -49,11 +49,11 @@ log = logging.getLogger(__name__)
 
 
 def write_tokenizer(file: GGUFFile, folder: Path) -> None:
-    """Write the files of the tokenizer, if there is one, into a folder, and the ids that end a text into its
-    generation_config.json.
+    """Write the files of the tokenizer, if there is one, into a folder, with a generation_config.json for the ids that
+    end a text.
 
     Raises:
-        UserError: the tokenizer is of a kind that is not known, its metadata make no sense, or it cannot be written.
+        UserError: an unsupported kind of tokenizer, invalid metadata, or a folder that cannot be written.
     """
     if file.field("tokenizer.ggml.model", "none") in NO_TOKENIZER:
         return
@@ -64,7 +64,7 @@ def write_tokenizer(file: GGUFFile, folder: Path) -> None:
         config = vocabulary.config()
     except UserError as e:
         raise UserError(f"{file.path}: {e}") from None
-    except Exception as e:  # metadata may hold anything, and the errors of Rust have no class of their own
+    except Exception as e:  # metadata may hold anything, and Rust's errors have no class of their own
         raise UserError(f"cannot read the tokenizer of {file.path}: {reason(e)}") from None
     try:
         tokenizer.save(str(folder / "tokenizer.json"))
@@ -78,7 +78,7 @@ class Vocabulary:
     """The vocabulary of a GGUF file.
 
     Raises:
-        UserError: a kind of tokenizer that is not known, or metadata that make no sense.
+        UserError: an unsupported kind of tokenizer, or invalid metadata.
     """
 
     def __init__(self, file: GGUFFile):
@@ -91,7 +91,7 @@ class Vocabulary:
         self.ids = {text: n for n, text in enumerate(self.tokens)}
         self.kinds = self._list("token_type", int, [Kind.NORMAL] * len(self.tokens))
         if len(self.ids) < len(self.tokens):
-            raise UserError("its vocabulary holds a token twice")
+            raise UserError("its vocabulary contains a token twice")
         if len(self.tokens) > file.config["vocab_size"]:
             embedded = file.config["vocab_size"]
             raise UserError(f"its vocabulary has {len(self.tokens)} tokens, its embedding {embedded}")
@@ -100,7 +100,7 @@ class Vocabulary:
         return self.file.field(f"tokenizer.ggml.{name}", default)
 
     def _list(self, name: str, kind: type, default: list | None = None) -> list:
-        """A list of texts or numbers, with one entry for each token if `name` is not that of the tokens or merges."""
+        """A list of texts or numbers; unless it holds the tokens or merges, it has an entry for each token."""
         values = self._field(name, default)
         if not isinstance(values, list) or not all(isinstance(value, kind) for value in values):
             what = "texts" if kind is str else "numbers"
@@ -114,14 +114,14 @@ class Vocabulary:
         """How text is split before byte pairs are merged."""
         name = self._field("pre")
         if name is None:
-            log.warning("%s does not say how text is split: its tokens may be wrong", self.file.path)
+            log.warning("%s does not name its pre-tokenizer: tokens may be wrong", self.file.path)
             name = "default"
         if not isinstance(name, str) or name not in PRE_TOKENIZERS:
-            raise UserError(f"its way to split text, {name!r}, is not known; take the model's checkpoint instead")
+            raise UserError(f"its pre-tokenizer {name!r} is unknown; use the model's checkpoint instead")
         return PRE_TOKENIZERS[name]
 
     def token(self, name: str) -> int | None:
-        """The id of the token that the file calls `name`, or its default."""
+        """The id of the special token `name`, or its default."""
         found = self._field(f"{name}_token_id")
         if isinstance(found, int) and 0 <= found < len(self.tokens):
             return found
@@ -142,7 +142,7 @@ class Vocabulary:
         return sorted(found | {token for name in END_KEYS if (token := self.token(name)) is not None})
 
     def config(self) -> dict:
-        """As the tokenizer_config.json of a checkpoint."""
+        """The tokenizer_config.json of an equivalent checkpoint."""
         names = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
         found = {key: self.token(name) for name, key in names.items()}
         config = {key: self.tokens[token] for key, token in found.items() if token is not None}
@@ -159,14 +159,14 @@ class Vocabulary:
         return tokenizer
 
     def _edge(self, name: str, default: bool) -> str | None:
-        """The token that is put at the start (bos) or the end (eos) of a text, if one is."""
+        """The token at the start (bos) or the end (eos) of every text, if any."""
         asked = self._flag(f"add_{name}_token")
         token = self.token(name)
         if asked and token is None:
-            raise UserError(f"a text has a {name} token around it, but tokenizer.ggml.{name}_token_id names none")
+            raise UserError(f"texts begin or end with a {name} token, but tokenizer.ggml.{name}_token_id names none")
         is_wanted = default if asked is None else asked
         if is_wanted and token is None:
-            log.warning("%s names no %s token, which texts of its kind have around them", self.file.path, name)
+            log.warning("%s names no %s token, which such texts begin or end with", self.file.path, name)
         return self.tokens[token] if is_wanted and token is not None else None
 
     def _flag(self, name: str) -> bool | None:
@@ -193,7 +193,7 @@ class Vocabulary:
         return tokenizer
 
     def _merges(self) -> list[tuple[str, str]]:
-        """The pairs of tokens that are merged, the first ones first. A pair that no text can have is left out."""
+        """The pairs of tokens that are merged, in order of priority, without impossible ones."""
         merges = []
         for merge in self._list("merges", str):
             at = merge.find(" ", 1)

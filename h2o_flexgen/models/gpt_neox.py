@@ -1,5 +1,5 @@
-"""GPT-NeoX-20B (arXiv 2204.06745) and Pythia (arXiv 2304.01373): queries, keys and values from one matrix, RoPE for a
-part of each head, attention and MLP side by side."""
+"""GPT-NeoX-20B (arXiv 2204.06745) and Pythia (arXiv 2304.01373): one matrix for queries, keys and values, RoPE for a
+part of each head, and attention and MLP side by side."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ SIZES = {
 @dataclass(frozen=True)
 class NeoXSpec(ModelSpec):
     eps: float = 1e-5  # of the norms
-    bias: bool = True  # of attention's linear layers; those of the MLP have biases
-    parallel: bool = True  # attention and MLP both read the block's input, and their outputs are added to it
+    bias: bool = True  # attention's linear layers have biases; those of the MLP always do
+    parallel: bool = True  # attention and MLP both read the block's input
 
 
 def spec(config: Config) -> NeoXSpec:

@@ -1,4 +1,4 @@
-"""Models of the Hugging Face hub: from the local cache if they are there, downloaded otherwise."""
+"""Models of the Hugging Face hub, from the local cache or downloaded."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from h2o_flexgen.models.repository import Repository
 from h2o_flexgen.models.tokenizer import has_tokenizer
 
 _SMALL = ["*.json", "*.txt", "*.model", "*.jinja"]
-#: the weights, in the order of preference
+#: files of weights, in order of preference
 _WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")
-#: what decides how texts are read and end
+#: files that decide how texts are tokenized and where they end
 _OF_TEXTS = (
     "tokenizer* chat_template* additional_chat_templates/*.jinja vocab.* merges.txt generation_config.json".split()
 )
 _TEMPLATE = "chat_template.jinja"
-#: seconds to ask whether there is a file
+#: timeout, in seconds, of the question whether a file exists
 _PATIENCE = 3
 
 log = logging.getLogger(__name__)
 
 
 def downloaded(repo: Repository) -> Path | None:
-    """The folder of a repository in the local cache, if its weights are there."""
+    """The folder of a repository in the local cache, if that has its weights."""
     folder = _cached(repo)
     return folder if folder is not None and is_whole(folder) else None
 
@@ -46,11 +46,11 @@ def commit(path: Path) -> str | None:
 
 
 def snapshot(repo: Repository, weights: bool) -> Path:
-    """The folder of a repository's config and tokenizer, and of its `weights` if they are wanted, or the GGUF file in
-    it that is named, which holds all three: what is not in the local cache is downloaded.
+    """The folder of a repository's config and tokenizer, and of its weights if `weights`; or, if `repo` names one, its
+    GGUF file, which holds all three. Downloads what is not in the local cache.
 
     Raises:
-        UserError: it cannot be had, or it is not a model that can be run.
+        UserError: the files cannot be obtained, or are not of a supported model.
     """
     try:
         return _gguf_file(repo) if repo.gguf else _folder(repo, weights)
@@ -58,7 +58,7 @@ def snapshot(repo: Repository, weights: bool) -> Path:
         raise
     except Exception as e:
         folder = None
-        with suppress(Exception):  # an impossible name has no folder
+        with suppress(Exception):  # an impossible name has none
             folder = None if repo.gguf else _cached(repo)
         lacks = "" if folder is None else f"the local cache lacks {join_names(_lacking(folder, weights))}; "
         cause = why(e, repo, is_here=folder is not None)
@@ -78,10 +78,10 @@ def _folder(repo: Repository, weights: bool) -> Path:
             return folder
     folder = _download(repo, _SMALL)
     if not (folder / "config.json").exists():
-        if constants.HF_HUB_OFFLINE:  # some versions of the client then give what there is
+        if constants.HF_HUB_OFFLINE:  # some versions of the client return an incomplete folder
             raise OfflineModeIsEnabled
         raise _not_a_model(repo, folder, "config.json")
-    read_spec(folder)  # before gigabytes of a model that cannot be run
+    read_spec(folder)  # before downloading gigabytes of an unsupported model
     at_commit = repo._replace(revision=commit(folder) or repo.revision)  # a branch may move meanwhile
     for kind in _WEIGHTS:
         if weights and not is_whole(folder):
@@ -105,13 +105,13 @@ def _download(repo: Repository, patterns: list[str]) -> Path:
 
 
 def _cached(repo: Repository) -> Path | None:
-    """The folder of a repository's revision in the local cache, whole or not."""
+    """The folder of a repository's revision in the local cache, complete or not."""
     from huggingface_hub import constants
     from huggingface_hub.file_download import repo_folder_name
 
     root = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=repo.name, repo_type="model"))
     revision = repo.revision or "main"
-    with suppress(OSError, ValueError):  # a cache that may not be read or is damaged, and names that are too long
+    with suppress(OSError, ValueError):  # an unreadable or damaged cache, or a name that is too long
         if (root / "refs" / revision).is_file():
             revision = (root / "refs" / revision).read_text().strip()
         folder = root / "snapshots" / revision
@@ -120,7 +120,7 @@ def _cached(repo: Repository) -> Path | None:
 
 
 def _listing(folder: Path) -> list[str] | None:
-    """The files of the repository that a folder in the cache is of, if the hub's client has kept their names."""
+    """The names of all files of a cached repository, if the hub's client has kept them."""
     try:
         return list(json.loads((folder.parents[1] / "trees" / f"{folder.name}.json").read_text())["files"])
     except (OSError, ValueError, KeyError, TypeError, IndexError):
@@ -128,8 +128,8 @@ def _listing(folder: Path) -> list[str] | None:
 
 
 def _complete(repo: Repository, folder: Path) -> None:
-    """Fetch what a folder in the cache lacks of its tokenizer and chat templates, if the hub can be reached: other
-    programs, and earlier versions of this one, left some of them out."""
+    """Download missing files of the tokenizer and chat templates, if the hub is reachable: other programs, and earlier
+    versions of this one, do not fetch all of them."""
     listing = _listing(folder)
     if listing is not None:
         missing = [name for name in listing if _is_of_texts(name) and not (folder / name).exists()]
@@ -144,8 +144,8 @@ def _complete(repo: Repository, folder: Path) -> None:
 
 
 def _has_more_templates(repo: Repository, folder: Path) -> bool:
-    """Whether the repository may have a tokenizer, or a chat template, that a folder without one lacks. That it has no
-    template is kept where the hub's client keeps it, so that it is asked once."""
+    """Whether the repository may have a tokenizer or chat template that its cached folder lacks. If it has no template
+    this is recorded as by the hub's client, and not asked again."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
     from huggingface_hub.utils import EntryNotFoundError
 
@@ -164,7 +164,7 @@ def _has_more_templates(repo: Repository, folder: Path) -> bool:
             absent.parent.mkdir(parents=True, exist_ok=True)
             absent.touch()
     except Exception as e:
-        log.info("%s: whether there is a %s is not known (%s)", repo.name, _TEMPLATE, reason(e))
+        log.info("%s: cannot ask for a %s (%s)", repo.name, _TEMPLATE, reason(e))
     return False
 
 
@@ -173,7 +173,7 @@ def _is_of_texts(name: str) -> bool:
 
 
 def _lacking(folder: Path, weights: bool) -> list[str]:
-    """What a folder in the cache lacks, as far as is known."""
+    """The known missing files of a cached folder."""
     listing = _listing(folder) or []
     missing = ["config.json"] * (not (folder / "config.json").exists())
     missing += [name for name in listing if _is_of_texts(name) and not (folder / name).exists()]
@@ -185,11 +185,11 @@ def _lacking(folder: Path, weights: bool) -> list[str]:
     return [name for name in files if not (folder / name).exists()] + missing or ["the weights"]
 
 
-# GGUF files, and what is no model
+# GGUF files, and repositories without a model
 
 
 def _gguf_file(repo: Repository) -> Path:
-    """The GGUF file that is named, the first one of those that it is split into."""
+    """The GGUF file that `repo` names, or the first of its parts."""
     from huggingface_hub import HfApi
 
     folder = _cached(repo)

@@ -1,4 +1,4 @@
-"""Why a model could not be had from the Hugging Face hub, and what to do about it, in one line."""
+"""Why a model could not be downloaded from the Hugging Face hub, and the remedy, in one line."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def why(error: Exception, repo: Repository, is_here: bool = False) -> str:
     """The cause and the remedy.
 
     Args:
-        error: of the hub's client, whose classes are known by their names: they have moved between its versions.
-        is_here: a part of the repository is in the local cache.
+        error: from the hub's client. Its classes are recognised by name, since versions of the client move them.
+        is_here: whether a part of the repository is in the local cache.
     """
     chain = _causes(error)
     names = {kind.__name__ for each in chain for kind in type(each).__mro__}
@@ -59,19 +59,19 @@ def _of_the_answer(names: set[str], status: int | None, repo: Repository) -> str
         if _is_dataset(repo.name):
             return "this is a data set, not a model"
         return (
-            "it is neither a local folder nor a repository on the Hugging Face hub that you may see: check the name; "
+            "it is neither a local folder nor a repository on the Hugging Face hub that you can see: check the name; "
             f"for a private one {_LOG_IN}"
         )
     if "EntryNotFoundError" in names and "LocalEntryNotFoundError" not in names:
-        return "the repository does not hold a file that it lists: try again, or take another revision"
+        return "the repository lacks a file that it lists: try again, or use another revision"
     if status == 401:
-        return f"the hub does not know your token: {_LOG_IN}"
+        return f"the hub does not accept your token: {_LOG_IN}"
     if status == 403:
-        return f"the hub forbids it to your token: {_LOG_IN} as somebody who may read it"
+        return f"your token has no access: {_LOG_IN} of an account that does"
     if status == 429:
         return f"the hub has had too many requests from here (HTTP 429): wait some minutes, or {_LOG_IN}"
     if status is not None and status >= 500:
-        return f"the Hugging Face hub is out of order (HTTP {status}): try again later"
+        return f"the Hugging Face hub is down (HTTP {status}): try again later"
     return None
 
 
@@ -95,7 +95,7 @@ def _of_the_network(names: set[str], chain: list[BaseException], prefix: str) ->
     if "HFValidationError" in names:
         return "this is neither a local folder nor a possible name of a repository (OWNER/NAME)"
     if "CERTIFICATE_VERIFY_FAILED" in said:
-        return "the hub's certificate is not trusted: behind a proxy set SSL_CERT_FILE to that one's certificate"
+        return "the hub's certificate is not trusted: behind a proxy set SSL_CERT_FILE to the proxy's certificate"
     if "ProxyError" in names:
         return f"the proxy cannot be used ({reason(chain[-1])}): check HTTPS_PROXY"
     if any("Timeout" in name for name in names):
@@ -103,5 +103,5 @@ def _of_the_network(names: set[str], chain: list[BaseException], prefix: str) ->
     if is_local:  # its message is a paragraph
         cause = f" ({reason(chain[-1])})" if len(chain) > 1 else ""
         return f"{prefix}the Hugging Face hub cannot be reached{cause}: check the network, or give a folder"
-    cause = f"neither a local folder nor to be had from the Hugging Face hub ({reason(chain[0])})"
+    cause = f"neither a local folder nor available from the Hugging Face hub ({reason(chain[0])})"
     return f"{cause}: check the name and the network, or give a folder"

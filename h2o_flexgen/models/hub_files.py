@@ -1,4 +1,4 @@
-"""What the names of a repository's files say of it."""
+"""What the names of a repository's files tell about it."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from h2o_flexgen.errors import UserError
 from h2o_flexgen.models.folder import numbered
 from h2o_flexgen.models.repository import Repository
 
-#: endings of weights for other programs
+#: suffixes of weights for other programs
 _FOREIGN = (".onnx", ".h5", ".msgpack", ".npz", ".ckpt", ".pt", ".pth", ".tflite", ".engine", ".xml")
-#: names in a message
+#: most names in a message
 _MOST = 12
 
 
 def chosen(repo: Repository, names: Sequence[str]) -> list[str]:
-    """The GGUF files among `names` that `repo.gguf` means, all parts of one model in their order; [] if there are none.
+    """The GGUF files among `names` that `repo.gguf` means: all parts of one model, in order, or [].
 
     Raises:
-        UserError: it may mean several models.
+        UserError: it could mean several models.
     """
     is_path = repo.gguf.lower().endswith(".gguf")
     of_type = re.compile(rf"(?!.*mmproj)(?:.*[-._/])?{re.escape(repo.gguf)}\.gguf", re.I)
@@ -36,23 +36,23 @@ def chosen(repo: Repository, names: Sequence[str]) -> list[str]:
 
 
 def are_all_parts(files: Sequence[str]) -> bool:
-    """Whether these GGUF files, in their order, are a whole model by their names."""
+    """Whether these GGUF files, in order, are a complete model according to their names."""
     return bool(files) and numbered(Path(files[0])) == [Path(file) for file in files]
 
 
 def _unsplit(name: str) -> str:
-    """The name that a part of a split GGUF file would have as a whole."""
+    """The name of a GGUF file without its part number."""
     return re.sub(r"-\d{5}-of-\d{5}(?=\.gguf$)", "", name)
 
 
 def gguf_files(repo: Repository, names: Sequence[str]) -> str:
-    """Those of a repository, and how to name one."""
+    """A message with the GGUF files of a repository, and how to name one."""
     files = sorted({_unsplit(name) for name in names if name.endswith(".gguf")})
-    return f"name one of its GGUF files, as {repo.name}/{files[0]}: {join_names(files)}" if files else "it holds none"
+    return f"name one of its GGUF files, as {repo.name}/{files[0]}: {join_names(files)}" if files else "it has none"
 
 
 def what_it_is(repo: Repository, names: Sequence[str], folder: Path, lacks: str) -> str:
-    """What a repository is that lacks what every model has, and what to take instead. `folder`: of its small files."""
+    """A message about a repository that lacks what every model has, and a remedy. `folder`: of its small files."""
     if any(name.endswith(".gguf") for name in names):
         return f"the repository {repo.name} has no {lacks}: {gguf_files(repo, names)}"
     if "adapter_config.json" in names:
@@ -68,6 +68,6 @@ def what_it_is(repo: Repository, names: Sequence[str], folder: Path, lacks: str)
 
 
 def join_names(names: Sequence[str]) -> str:
-    """The first names, and how many more there are."""
+    """The first names and the number of the others."""
     more = f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
     return ", ".join(names[:_MOST]) + more

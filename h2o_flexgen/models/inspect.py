@@ -1,4 +1,4 @@
-"""A model by its config alone: nothing is loaded."""
+"""A model described by its config alone, without loading weights."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ class Found(NamedTuple):
     """A model without its weights.
 
     Attributes:
-        name: for people.
-        declared: the type that the weights are in, or None where the config does not say.
-        gguf: the file that they come from, if it is a GGUF file.
-        to_fetch: they are not on this machine yet.
-        tokenizer: None too where the config was not read, as the sizes are built in.
-        revision: the commit of a repository on the hub; None for other models, and for one of which nothing is here.
+        name: human-readable.
+        declared: the type of the weights; None if the config does not name one.
+        is_dummy: the weights are random.
+        gguf: the GGUF file of the weights, if any.
+        to_fetch: the weights are not on this machine yet.
+        tokenizer: None if there is none, or if it was not read because the sizes are built in.
+        revision: the commit of a repository on the hub; None for other models and for one that is not cached.
     """
 
     name: str
@@ -42,16 +43,14 @@ class Found(NamedTuple):
     revision: str | None = None
 
     def stored(self, dtype: str) -> str:
-        """The type in the checkpoint, for a job that computes in `dtype`."""
+        """The type of the weights in the checkpoint, for a job that computes in `dtype`."""
         if self.is_dummy:
             return dtype_name(dummy_dtype(getattr(torch, dtype)))
-        if self.gguf:
-            return self.declared or dtype
-        return self.declared or "float32"  # as transformers reads a config without a type
+        return self.declared or (dtype if self.gguf else "float32")  # transformers' default
 
     def formats(self, compress_weight: str | None) -> tuple[dict[str, Format], int]:
-        """Of the matrices that are quantised, and the bytes of the copy that this takes; the argument as for `LLM`.
-        Raises UserError for one that the model cannot have."""
+        """Formats of the quantised matrices by name, and the bytes of the copy that `compress_weight`, as in `LLM`,
+        makes. Raises UserError for a format that the model cannot have."""
         layers = family(self.spec.model_type).tensors(self.spec)
         if compress_weight is not None:
             shapes = [layer.shapes for layer in layers]
@@ -65,8 +64,8 @@ class Found(NamedTuple):
 
 
 def find(model: str | None, path: str | None = None) -> Found:
-    """A model as `LLM` finds it. Of one on the hub only the config and the tokenizer are fetched, and nothing if its
-    sizes are built in. Raises UserError if there is none."""
+    """A model as `LLM` finds it. From the hub only the config and the tokenizer are fetched, and nothing if its sizes
+    are built in. Raises UserError if there is no such model."""
     if path == DUMMY:
         return find(model)._replace(declared=named_dtype(model or ""), is_dummy=True, to_fetch=False)
     if path is None and model is not None and not os.path.exists(os.path.expanduser(model)):

@@ -1,4 +1,4 @@
-"""LLaMA 1 to 3.2 (arXiv 2302.13971, 2307.09288, 2407.21783) and what is shaped like it: Vicuna, TinyLlama, SmolLM2."""
+"""LLaMA 1 to 3.2 (arXiv 2302.13971, 2307.09288, 2407.21783) and models with its blocks: Vicuna, TinyLlama, SmolLM2."""
 
 from __future__ import annotations
 
@@ -22,29 +22,24 @@ SIZES = {
     "meta-llama/Llama-3.2-1B": (16, 2048, 8192, 32, 8, 64, 128256, 131072, 5e5, True),
     "meta-llama/Llama-3.2-3B": (28, 3072, 8192, 24, 8, 128, 128256, 131072, 5e5, True),
 }
-#: of Llama 3.1 and 3.2
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
+#: the RoPE scaling of every LLaMA 3.1 and 3.2, without its factor
+LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
 @dataclass(frozen=True)
 class LlamaSpec(ModelSpec):
     eps: float = 1e-6  # of the norms
-    qkv_bias: bool = False  # of the linear layers, as the following
+    qkv_bias: bool = False  # biases of linear layers, like the next two
     out_bias: bool = False
     mlp_bias: bool = False
-    head_norms: bool = False  # of each head's queries and keys
+    head_norms: bool = False  # norms of each head's queries and keys
 
 
 def spec(
     config: Config, kv_heads: int | None = None, head_dim: int | None = None, default_positions: int = 2048, **changes
 ) -> LlamaSpec:
-    """`kv_heads`, `head_dim` and `default_positions` are a family's defaults, `changes` the fields that it has
-    otherwise."""
+    """The spec of LLaMA or a family with its blocks. `kv_heads`, `head_dim` and `default_positions` are the family's
+    defaults; `changes` override fields."""
     sizes = config.sizes(kv_heads, head_dim)
     rope, positions = read_rope(config, sizes["head_dim"], positions=default_positions)
     bias = config.flag("attention_bias", False)
@@ -68,7 +63,7 @@ def spec(
 
 
 def configs(sizes: dict[str, tuple], **more) -> dict[str, dict]:
-    """By name, the configs of rows like those of SIZES."""
+    """{name: config} of rows like those of SIZES."""
     keys = (
         "num_hidden_layers hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim vocab_size "
         "max_position_embeddings rope_theta tie_word_embeddings"
@@ -81,7 +76,8 @@ def named() -> dict[str, dict]:
     found = configs(SIZES, rms_norm_eps=1e-5)
     for name, config in found.items():
         if "Llama-3" in name:
-            config["rope_scaling"] = LLAMA3_ROPE | {"factor": 32.0 if "3.2" in name else 8.0}
+            factor = 32.0 if "3.2" in name else 8.0
+            config["rope_scaling"] = {"rope_type": "llama3", "factor": factor, **LLAMA3_ROPE}
         else:
             config["torch_dtype"] = "float16"
     return found

@@ -1,4 +1,4 @@
-"""Mistral (arXiv 2310.06825): LLaMA's blocks, with a sliding window in its first versions."""
+"""Mistral (arXiv 2310.06825): LLaMA's blocks, in its first versions with a sliding window."""
 
 from __future__ import annotations
 

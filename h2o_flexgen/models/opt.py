@@ -1,4 +1,4 @@
-"""OPT (arXiv 2205.01068), with the variants of its checkpoints: 350m, OPT-IML, Galactica."""
+"""OPT (arXiv 2205.01068) and its variants: 350m, OPT-IML, Galactica."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ SIZES = {
 
 @dataclass(frozen=True)
 class OptSpec(ModelSpec):
-    word_width: int = 0  # of the embedding; matrices project to and from `hidden` if it differs
-    pre_norm: bool = True  # norms before attention and MLP, not after them
+    word_width: int = 0  # of the embedding; if it is not `hidden`, matrices project between the two
+    pre_norm: bool = True  # norms before attention and MLP instead of after them
     final_norm: bool = True  # a norm before the head
-    bias: bool = True  # of linear layers
+    bias: bool = True  # linear layers have biases
     affine: bool = True  # norms have weights
 
 

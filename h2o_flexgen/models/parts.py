@@ -1,7 +1,7 @@
-"""What model families are made of, as pure functions of (weights, tensors).
+"""Building blocks of model families, as pure functions of weights and tensors.
 
-Weights come as dicts of short names. Every function works on whatever device its tensors are on and knows no tier, file
-or stream, nor which tokens are of one text. Shapes: N tokens, E hidden width, H heads, D elements of a head.
+Weights are dicts by short names. Every function works on the device of its tensors and knows no tier, file or stream,
+nor which tokens belong to one text. Shapes: N tokens, E hidden width, H heads, D elements of a head.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from h2o_flexgen.models.rope import Positions, rotation
 from h2o_flexgen.models.spec import ModelSpec
 
 Weights = dict[str, Tensor]
-#: linear layers whose input comes from no norm: outliers in it are not in the same few columns for most tokens
+#: linear layers whose input does not come from a norm, so that its outliers are not in the same few columns
 INNER = ("out", "down")
-#: q (N, H, D), k and v (N, KV heads, D) -> context, shaped as q; it knows which tokens are of one text, and has their
-#: KV cache
+#: q (N, H, D), k and v (N, KV heads, D) -> context, shaped as q; knows the texts of the tokens, and their KV cache
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 #: (short name, ids (N,)) -> rows of a gathered tensor (N, width)
 Gather = Callable[[str, Tensor], Tensor]
@@ -34,7 +33,7 @@ def project(w: Weights, name: str, x: Tensor) -> Tensor:
 
 
 def projections(w: Weights, names: tuple[str, ...], x: Tensor) -> list[Tensor]:
-    """The same of several layers."""
+    """`project` through several layers that read the same input."""
     layers = [(w[f"{name}.weight"], w.get(f"{name}.bias")) for name in names]
     return linears(x, layers, outliers=names[0] not in INNER)
 
@@ -50,14 +49,14 @@ def rms_norm(w: Weights, name: str, x: Tensor, eps: float) -> Tensor:
 def attention(
     spec: ModelSpec, w: Weights, x: Tensor, positions: Positions | None, attend: Attend, norm_eps: float | None = None
 ) -> Tensor:
-    """Attention with matrices q, k, v and out: x (N, E) -> (N, E). With `norm_eps` the queries and keys of each
-    head pass RMSNorms q_norm and k_norm before they are rotated."""
+    """Attention with matrices q, k, v and out: x (N, E) -> (N, E). With `norm_eps` the queries and keys of each head
+    go through the RMSNorms q_norm and k_norm before they are rotated."""
     return project(w, "out", attend(*_heads(spec, w, x, positions, norm_eps)).flatten(1))
 
 
 def _heads(spec: ModelSpec, w: Weights, x: Tensor, positions: Positions | None, norm_eps: float | None) -> tuple:
+    """q, k and v for `attend`; in a function of its own, so that they are freed before the output matrix."""
     rotated = rotation(spec.rope, positions, x)
-
     q, k, v = (each.unflatten(1, (-1, spec.head_dim)) for each in projections(w, ("q", "k", "v"), x))
     if norm_eps is not None:
         q = rms_norm(w, "q_norm", q, norm_eps)
@@ -68,7 +67,7 @@ def _heads(spec: ModelSpec, w: Weights, x: Tensor, positions: Positions | None, 
 
 
 def embed(spec: ModelSpec, w: Weights, gather: Gather, ids: Tensor, positions: Positions) -> Tensor:
-    """A family's `embed` where words are all there is: ids (N,) -> (N, E)."""
+    """The `embed` of a family without position embeddings: ids (N,) -> (N, E)."""
     return gather("words", ids)
 
 
@@ -82,10 +81,10 @@ def mlp(spec: ModelSpec, w: Weights, x: Tensor) -> Tensor:
 
 
 def activation(name: str) -> Callable[[Tensor], Tensor]:
-    """transformers' activation of that name; may change its input, which is never needed again.
+    """transformers' activation function of that name; may work in place.
 
     Raises:
-        UserError: there is none.
+        UserError: an unknown name, or a function with weights.
     """
     if name == "relu":
         return torch.relu_

@@ -1,7 +1,7 @@
-"""How a text is split into words before byte pairs are merged, by the names that GGUF files give to it.
+"""Pre-tokenizers, which split a text into words before byte pairs are merged, by their names in GGUF files.
 
-The names and what follows from each are those of llama.cpp (src/llama-vocab.cpp). Where it approximates the expression
-in a model's tokenizer.json, for want of a feature in its own engine, the model's stands here.
+Names and properties are llama.cpp's (src/llama-vocab.cpp). Where its regular expressions only approximate those of a
+model's tokenizer.json, because its engine lacks a feature, the model's are used.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """
+    """A way to split texts.
+
     Attributes:
-        patterns: regular expressions; each splits what the one before it has left into its matches and what is between.
-        add_bos: whether a text begins with a BOS token unless the file says otherwise.
-        ignore_merges: a word that is in the vocabulary is one token, whatever the merges would make of it.
+        patterns: regular expressions; each splits the pieces of the one before it into matches and the text between.
+        add_bos: whether a text begins with a BOS token by default.
+        ignore_merges: whether a word in the vocabulary is one token even if the merges do not produce it.
     """
 
     patterns: tuple[str, ...]
@@ -34,7 +35,7 @@ _BY_CASE = (
 )
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
 _ASCII_PUNCTUATION = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~]"""
-_CASED = r"[[\p{Lu}\p{Ll}\p{Lt}]&&[^\x{1D400}-\x{1D7FF}]]"  # not those of formulas
+_CASED = r"[[\p{Lu}\p{Ll}\p{Lt}]&&[^\x{1D400}-\x{1D7FF}]]"  # without mathematical letters
 _ASIAN = r"[\x{0800}-\x{9FA5}\x{AC00}-\x{D7FF}]+"
 _HAN_AND_KANA = r"[\x{4E00}-\x{9FA5}\x{3040}-\x{30FF}]+"
 _WIDE_PUNCTUATION = r"\x{FF01}-\x{FF0F}\x{FF1A}-\x{FF5E}\x{2018}-\x{201F}\x{3000}-\x{3002}"

@@ -33,7 +33,7 @@ def window(config: Config) -> int | None:
 
 
 def qwen_spec(config: Config, **changes) -> LlamaSpec:
-    """Of any Qwen; `changes` as of `llama.spec`."""
+    """The spec of any Qwen; `changes` as in `llama.spec`."""
     eos = config.tokens("eos_token_id")
     return llama.spec(config, kv_heads=32, default_positions=32768, eos=eos, window=window(config), **changes)
 

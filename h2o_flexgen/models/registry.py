@@ -1,4 +1,4 @@
-"""Finds the file of a model family, and the spec of a model: by its config, or by a name that is built in."""
+"""Finds the module of a model family, and the spec of a model by its config or its built-in name."""
 
 from __future__ import annotations
 
@@ -14,26 +14,18 @@ from h2o_flexgen.utils.files import check_small, read_json
 
 #: `model_type` of every family, each a module of this package
 FAMILIES = ("opt", "llama", "mistral", "qwen2", "qwen3", "gpt_neox")
-#: types of weights that a job may compute in
+#: types of weights that a job can compute in
 STORED_DTYPES = ("float16", "bfloat16", "float32")
 
 #: files of a model folder that transformers reads whole
 TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-)
+    "tokenizer.json tokenizer_config.json tokenizer.model special_tokens_map.json added_tokens.json vocab.json "
+    "vocab.txt merges.txt chat_template.jinja chat_template.json"
+).split()
 
 
 def family(model_type: str):
-    """The module of a family; what it has says the package's docstring."""
+    """The module of a family, as described in the package's docstring."""
     return import_module(f"h2o_flexgen.models.{model_type}")
 
 
@@ -43,11 +35,11 @@ def head_name(spec: ModelSpec) -> str:
 
 
 def spec_of(config: dict, where: str = "the config") -> ModelSpec:
-    """The spec of a model with this config.json, which messages call `where`.
+    """The spec of a model with this config.json, called `where` in messages.
 
     Raises:
-        UserError: a family that is not known, a quantised checkpoint, a value that is missing, of a wrong type or does
-            not fit the others.
+        UserError: an unknown family, a quantised checkpoint, or a value that is missing, of the wrong type or in
+            contradiction to others.
     """
     model_type = config.get("model_type")
     if model_type not in FAMILIES:
@@ -62,8 +54,8 @@ def spec_of(config: dict, where: str = "the config") -> ModelSpec:
 
 
 def read_spec(folder: Path) -> ModelSpec:
-    """The spec of a model folder; the ids in a generation_config.json end a text too. Raises UserError as `spec_of`, or
-    for a config.json, or a file of the tokenizer, that cannot be read."""
+    """The spec of a model folder, with the end-of-text ids of its generation_config.json too. Raises UserError as
+    `spec_of`, and for a config.json or tokenizer file that cannot be read."""
     for name in TOKENIZER_FILES:
         check_small("the model's", folder / name)
     config = _read(folder / "config.json")
@@ -77,7 +69,7 @@ def read_spec(folder: Path) -> ModelSpec:
 
 
 def _listed(config: dict, key: str) -> list:
-    """A value, or several, or none, as a list."""
+    """A value, a list of values or null, as a list."""
     value = config.get(key)
     if value is None:
         return []
@@ -85,7 +77,7 @@ def _listed(config: dict, key: str) -> list:
 
 
 def stored_dtype(folder: Path) -> str | None:
-    """The type of a checkpoint's weights, such as "bfloat16", if its config.json names it."""
+    """The type of a checkpoint's weights, such as "bfloat16"; None if its config.json does not name one."""
     config = _read(folder / "config.json") or {}
     name = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
     return name if name in STORED_DTYPES else None
@@ -103,7 +95,7 @@ def _read(path: Path) -> dict | None:
 
 @cache
 def _named() -> dict[str, tuple[str, dict]]:
-    """Lower-case name -> hub name, config; with and without the owner and a suffix of the version."""
+    """Lower-case name, with and without owner and version suffix -> hub name, config."""
     found = {}
     for model_type in FAMILIES:
         for hub_name, config in family(model_type).named().items():
@@ -115,26 +107,26 @@ def _named() -> dict[str, tuple[str, dict]]:
 
 
 def hub_name(name: str) -> str:
-    """The hub's name of a built-in model, for example of "opt-125m" or "llama-3.1-8b"; any other name as it is."""
+    """The hub name of a built-in model, such as "opt-125m" or "llama-3.1-8b"; other names are returned unchanged."""
     return _named().get(name.lower(), (name, None))[0]
 
 
 def named_config(name: str) -> dict | None:
-    """The config.json of a model whose sizes are built in, or None."""
+    """The config.json of a built-in model, or None."""
     return _named().get(name.lower(), (name, None))[1]
 
 
 def named_spec(name: str) -> ModelSpec | None:
-    """The spec of a model whose sizes are built in, or None."""
+    """The spec of a built-in model, or None."""
     config = named_config(name)
     return None if config is None else spec_of(config)
 
 
 def named_dtype(name: str) -> str:
-    """The type in which a model whose sizes are built in publishes its weights."""
+    """The type of the published weights of a built-in model."""
     return (named_config(name) or {}).get("torch_dtype", "float16")
 
 
 def known_names() -> list[str]:
-    """The hub's names of all models whose sizes are built in."""
+    """The hub names of all built-in models."""
     return list(dict.fromkeys(name for name, _ in _named().values()))

@@ -1,4 +1,4 @@
-"""What a user may call a repository of the Hugging Face hub, and what is meant by it."""
+"""Names of repositories on the Hugging Face hub, as users write them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from h2o_flexgen.models.registry import hub_name
 
 _SITE = re.compile(r"(?:hf://|(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/)", re.I)
 _REVISION = r"\w(?:[\w+-]|[./](?![./]|$))*"
-#: owner/name, name, owner/name:KIND or owner/name/FILE.gguf, each with @REVISION behind it
+#: owner/name, name, owner/name:KIND or owner/name/FILE.gguf, each optionally followed by @REVISION
 _NAME = re.compile(
     rf"((?:[\w-][\w.-]*/)?[\w-][\w.-]*)(?:(?<!\.gguf):([\w.-]+)|/([^@]+\.gguf))?(?:@({_REVISION}))?", re.ASCII | re.I
 )
-#: of a page on the hub: repository, revision, and a GGUF file or nothing
+#: a page on the hub: repository, revision and, optionally, a GGUF file
 _PAGE = re.compile(r"([^/]+/[^/]+)/(?:tree|blob|resolve)/(refs/\w+/[^/]+|[^/]+)(/.+\.gguf)?", re.ASCII | re.I)
 
 
@@ -23,10 +23,10 @@ class Repository(NamedTuple):
     """A repository of models, or one GGUF file in it.
 
     Attributes:
-        name: as the hub has it, such as facebook/opt-125m.
+        name: the hub's name, such as facebook/opt-125m.
         revision: a branch, tag or commit; None for the default branch.
-        gguf: a file's path in the repository, or the part of its name that says its type, such as Q4_K_M; None where
-            the repository is one model.
+        gguf: a file's path in the repository, or the type in its name, such as Q4_K_M; None if the repository is one
+            model.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Repository(NamedTuple):
 
 
 def repository(model: str) -> Repository | None:
-    """What a name or the address of a page on the hub stands for; None for a text that can be neither.
+    """The repository that a name, or the address of a page on the hub, means; None for any other text.
 
     Raises:
         UserError: an address on the hub that is not a model's.
@@ -60,7 +60,7 @@ def with_revision(model: str | None, revision: str | None) -> str | None:
     """The name of a model at a revision: NAME@REVISION.
 
     Raises:
-        UserError: there is no `model`, or it names another revision, or none can be called so.
+        UserError: no `model`, a model with another revision, or an impossible name of a revision.
     """
     if revision is None:
         return model

@@ -1,4 +1,4 @@
-"""Rotary position embeddings: from a config, and applied to queries and keys."""
+"""Rotary position embeddings: read from a config, and applied to queries and keys."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.models.spec import Config, ModelSpec, Rope, shortened
 
-#: type -> the parameters that it needs
+#: type -> required parameters
 TYPES = {
     "default": (),
     "linear": ("factor",),
@@ -26,24 +26,26 @@ TYPES = {
 }
 #: other names of types
 ALIASES = {"su": "longrope"}
-#: types whose frequencies follow the length of the text
+#: types whose frequencies depend on the length of the text
 BY_LENGTH = ("dynamic", "longrope")
 ORIGINAL = "original_max_position_embeddings"
-#: the most tokens whose cos and sin are kept for the next layer: those of a decode step
+#: the most tokens whose cos and sin are kept for the next layers: enough for a decode step
 KEPT_TOKENS = 128
 
 
 def read_rope(
     config: Config, head_dim: int, theta_key: str = "rope_theta", partial: float | None = None, positions: int = 2048
 ) -> tuple[Rope, int]:
-    """The RoPE of a config in its old spelling (`rope_theta`, `rope_scaling`) or its new one (`rope_parameters`), and
-    the most positions that it takes the model to.
+    """The RoPE of a config in the old spelling (`rope_theta`, `rope_scaling`) or the new one (`rope_parameters`), and
+    the number of positions that the model has with it.
 
     Args:
-        theta_key: the old name of theta.
-        partial: the part of a head that is rotated, unless `rope_parameters` says otherwise; None for families that
-            always rotate whole heads.
+        theta_key: theta's key in the old spelling.
+        partial: default of the fraction of a head that is rotated; None for families that always rotate whole heads.
         positions: the family's default of `max_position_embeddings`.
+
+    Raises:
+        UserError: an unknown type, or parameters that are missing, invalid or give infinite angles.
     """
     data = config.data.get("rope_scaling") or config.data.get("rope_parameters") or {}
     if not isinstance(data, dict):
@@ -79,8 +81,8 @@ def read_rope(
 
 
 def _longrope(given: Config, dim: int, positions: int, original: int) -> dict:
-    """The parameters of LongRoPE (arXiv 2402.13753): divisors of each frequency for texts up to the `original` length
-    and for longer ones, and a factor for the rotated vectors, which transformers' versions derive differently."""
+    """The parameters of LongRoPE (arXiv 2402.13753): divisors of each frequency, for texts up to the `original` length
+    and for longer ones, and a factor of the rotated vectors, which versions of transformers derive differently."""
     factor = given.number("factor", positions / original)
     stretch = 1.0 if factor <= 1 or original == 1 else math.sqrt(1 + math.log(factor) / math.log(original))
     found = {name: given.numbers(name, dim // 2) for name in ("short_factor", "long_factor")}
@@ -89,12 +91,12 @@ def _longrope(given: Config, dim: int, positions: int, original: int) -> dict:
 
 @lru_cache(maxsize=64)
 def frequencies(rope: Rope, length: int) -> tuple[Tensor, float]:
-    """Radians per position of each rotated pair (dim / 2,) fp32, and a factor for the rotated vectors, by transformers'
-    own functions. `length`: tokens of the text so far, which only the types in BY_LENGTH look at."""
+    """Radians per position of each rotated pair (dim / 2,) fp32, and a factor of the rotated vectors, as computed by
+    transformers. `length`: tokens of the text so far; only matters for the types in BY_LENGTH."""
     powers = rope.theta ** (torch.arange(0, rope.dim, 2).float() / rope.dim)
     if rope.type == "default":
         return 1.0 / powers, 1.0
-    if rope.type == "longrope":  # in some versions of transformers the length does not count
+    if rope.type == "longrope":  # some versions of transformers ignore the length
         scaling = dict(rope.scaling)
         divisors = scaling["long_factor" if length > scaling[ORIGINAL] else "short_factor"]
         return 1.0 / (torch.tensor(divisors) * powers), scaling["attention_factor"]
@@ -107,7 +109,7 @@ def frequencies(rope: Rope, length: int) -> tuple[Tensor, float]:
         num_attention_heads=1,
         max_position_embeddings=rope.positions,
         rope_theta=rope.theta,
-        rope_scaling=parameters,  # the names of transformers before 5
+        rope_scaling=parameters,  # its name before transformers 5
         rope_parameters=parameters,
         standardize_rope_params=lambda: None,
     )
@@ -115,7 +117,7 @@ def frequencies(rope: Rope, length: int) -> tuple[Tensor, float]:
 
 
 def unchanged(rope: Rope) -> float:
-    """Up to this length of a text its tokens are rotated as those of a shorter one."""
+    """The length of a text up to which rotations do not depend on it."""
     if rope.type not in BY_LENGTH:
         return math.inf
     return rope.positions if rope.type == "dynamic" else dict(rope.scaling)[ORIGINAL]
@@ -123,11 +125,11 @@ def unchanged(rope: Rope) -> float:
 
 @dataclass(frozen=True, eq=False)
 class Positions:
-    """Where tokens stand in their texts: (N,) int64 on the CPU each.
+    """Positions of tokens in their texts; each field is (N,) int64 on the CPU.
 
     Attributes:
-        at: of each token.
-        ends: tokens of its text so far, the last ones of a prompt included; some kinds of RoPE turn by them.
+        at: position of each token.
+        ends: length of its text so far, including the whole prompt; only matters for RoPE of the types BY_LENGTH.
     """
 
     at: Tensor
@@ -135,8 +137,8 @@ class Positions:
     _turns: dict = field(default_factory=dict)
 
     def turns(self, rope: Rope, like: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin (N, 1, pairs) of all tokens, of the type and on the device of `like`. All layers have the same:
-        those of a decode step, where computing them takes longer than the rotation, are kept."""
+        """cos and sin (N, 1, pairs) of all tokens, with the type and device of `like`. Those of a decode step, where
+        they take longer than the rotation itself, are kept for the next layers."""
         key = rope, like.dtype, like.device
         if key in self._turns:
             return self._turns[key]
@@ -148,7 +150,7 @@ class Positions:
         return cos, sin
 
     def _frequencies(self, rope: Rope) -> tuple[Tensor, float]:
-        """`frequencies`, of each token where they follow the length of its text, whatever its neighbours' are."""
+        """`frequencies`; one row per token where they depend on the length of its text."""
         if rope.type not in BY_LENGTH:
             return frequencies(rope, rope.positions)
         lengths = self.ends
@@ -163,8 +165,9 @@ class Positions:
 
 
 def rotation(rope: Rope | None, positions: Positions | None, like: Tensor) -> Callable[[Tensor], Tensor]:
-    """A function that rotates queries or keys (N, H, D), of the type and on the device of `like`, to their positions.
-    Without RoPE it returns them as they are; for None, where `attend` rotates, in the order that `rotate_to` takes."""
+    """A function that rotates queries or keys (N, H, D), with the type and device of `like`, to their positions.
+    Without RoPE it returns its argument. Without positions, where `attend` rotates, it only reorders the elements as
+    `rotate_to` wants them."""
     if rope is None:
         return lambda x: x
     if positions is None:
@@ -174,7 +177,7 @@ def rotation(rope: Rope | None, positions: Positions | None, like: Tensor) -> Ca
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x (N, H, D) with each head's first elements rotated in pairs by cos and sin (N, 1, pairs), the rest as it is."""
+    """x (N, H, D) with the first elements of each head rotated in pairs by cos and sin (N, 1, pairs)."""
     half = cos.shape[-1]
     dim = 2 * half
     out = torch.empty_like(x)
@@ -186,33 +189,32 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return out
 
 
-# position rolling: positions are ranks among the tokens that a cache holds
+# position rolling: positions are ranks among the cached tokens
 
 
 def rollable(spec: ModelSpec) -> Rope:
     """The RoPE of a model whose positions can roll.
 
     Raises:
-        UserError: there is none, or it turns a token by the length of the whole text.
+        UserError: the model has no RoPE, or one that depends on the length of the text.
     """
     if spec.rope is None:
         raise UserError(f"`position_rolling` needs RoPE: {spec.model_type}'s positions are in its embeddings")
     if spec.rope.type in BY_LENGTH:
-        turns = f"the RoPE type {spec.rope.type} turns tokens by the length of the text"
-        raise UserError(f"`position_rolling`: {turns}, which has no end")
+        reason = f"the RoPE type {spec.rope.type} depends on the length of the text"
+        raise UserError(f"`position_rolling`: {reason}, which has no limit")
     return spec.rope
 
 
 def _in_pairs(x: Tensor, dim: int) -> Tensor:
-    """x (N, H, D) with the two elements of each rotated pair side by side: a complex number, which turns in one
-    multiplication. The order of elements does not matter to products of queries and keys."""
+    """x (N, H, D) with the two elements of each rotated pair side by side: a complex number, which one multiplication
+    rotates. The order of elements does not matter for products of queries and keys."""
     return torch.cat([x[..., :dim].unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2), x[..., dim:]], -1)
 
 
 def rotate_to(rope: Rope, x: Tensor, positions: Tensor, end: int) -> Tensor:
-    """x (B, H, T, D), queries or keys in pairs, rotated to positions (B, H or 1, T) on its device, all of them before
-    `end`."""
-    # powers of two: few tables, whatever is asked for; `embedding` takes a tenth of the time of an index
+    """Queries or keys x (B, H, T, D), in pairs, rotated to positions (B, H or 1, T) < `end` on the same device."""
+    # powers of two keep the number of tables small; `embedding` takes a tenth of the time of an index
     turns = F.embedding(positions, _table(rope, 1 << (end - 1).bit_length(), x.device))
     turned = x[..., : rope.dim].to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     _complex(turned).mul_(_complex(turns))
@@ -226,9 +228,9 @@ def _complex(x: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=8)
-@torch.inference_mode(False)  # a tensor of that mode could not be used outside it
+@torch.inference_mode(False)  # an inference tensor could not be used outside that mode
 def _table(rope: Rope, count: int, device: torch.device) -> Tensor:
-    """(count, dim) fp32: cos and sin of each pair, by turns, at the positions 0 to `count`."""
+    """(count, dim) fp32: cos and sin of each pair, alternating, at the positions 0 to `count` - 1."""
     each, scale = frequencies(rope, rope.positions)
     angles = torch.arange(count).float()[:, None] * each
     return (torch.stack([torch.cos(angles), torch.sin(angles)], -1).flatten(1) * scale).to(device)

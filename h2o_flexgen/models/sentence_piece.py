@@ -1,4 +1,4 @@
-"""SentencePiece's byte pairs as a tokenizer of the library `tokenizers`, from a tokenizer.model or a GGUF file."""
+"""SentencePiece's byte pairs, from a tokenizer.model or a GGUF file, as a tokenizer of the library `tokenizers`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BLANK = "▁"
 
 
 class Kind(IntEnum):
-    """Of a token, in tokenizer.model and in GGUF files alike; others do not matter."""
+    """The kind of a token, in tokenizer.model and in GGUF files; other kinds do not matter."""
 
     NORMAL = 1
     UNKNOWN = 2
@@ -31,20 +31,20 @@ def is_control(kind: int) -> bool:
 
 
 def read_pieces(path: Path, scheme: str) -> tuple[Tokenizer, dict[str, str]]:
-    """The tokenizer of a tokenizer.model and its special tokens, named as in a tokenizer_config.json.
+    """The tokenizer of a tokenizer.model, and its special tokens by their names in a tokenizer_config.json.
 
     Args:
-        scheme: as of `pieces_tokenizer`, for a file that wants a blank before a text.
+        scheme: as in `pieces_tokenizer`; only used for a file that puts a blank before a text.
 
     Raises:
-        UserError: a file that is damaged, or of a kind that is not known here and that transformers splits wrongly.
+        UserError: a damaged file, or one of an unsupported kind, which transformers tokenizes wrongly too.
     """
     from sentencepiece import sentencepiece_model_pb2
 
     model = sentencepiece_model_pb2.ModelProto()
     try:
         model.ParseFromString(path.read_bytes())
-    except Exception as e:  # of a class that depends on the version of protobuf
+    except Exception as e:  # its class depends on the version of protobuf
         raise UserError(
             f"{path} is not a whole SentencePiece model ({reason(e)}): it or a tokenizer.json is needed"
         ) from None
@@ -71,11 +71,11 @@ def read_pieces(path: Path, scheme: str) -> tuple[Tokenizer, dict[str, str]]:
 
 
 def pieces_tokenizer(tokens: list[str], scores: list[float], unknown: str | None, scheme: str) -> Tokenizer:
-    """A tokenizer that merges two pieces in the order of the scores of what they make.
+    """A tokenizer that merges pairs of pieces in the order of the results' scores.
 
     Args:
-        scheme: where a blank is put: "first" before a text that begins with none, "always" before each text and
-            before what follows an added token, or "never".
+        scheme: where a blank is inserted: "first": before a text that does not begin with one; "always": before each
+            text and after each added token; or "never".
     """
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
@@ -96,7 +96,7 @@ def pieces_tokenizer(tokens: list[str], scores: list[float], unknown: str | None
 
 
 def merges_by_score(ids: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
-    """All pairs of tokens that make a third one, the best of these first."""
+    """All pairs of tokens that together form a token, the one with the highest score first."""
     merges = []
     for text, token in ids.items():
         halves = ((text[:at], text[at:]) for at in range(1, len(text)))
@@ -106,8 +106,8 @@ def merges_by_score(ids: dict[str, int], scores: list[float]) -> list[tuple[str,
 
 
 def add_tokens(tokenizer: Tokenizer, tokens: list[str], kinds: list[int], is_special: Callable[[int], bool]) -> None:
-    """Take special tokens and those that a user has defined out of a text before it is split. Special tokens are left
-    out of decoded texts."""
+    """Make special and user-defined tokens count as tokens wherever they occur in a text. Decoded texts omit special
+    ones."""
     from tokenizers import AddedToken
 
     added = [token for token in range(len(tokens)) if is_special(token) or kinds[token] == Kind.USER_DEFINED]
@@ -115,10 +115,10 @@ def add_tokens(tokenizer: Tokenizer, tokens: list[str], kinds: list[int], is_spe
 
 
 def surround(tokenizer: Tokenizer, start: str | None, end: str | None) -> None:
-    """Put a token at the start and one at the end of each text, or none, and nothing else."""
+    """Put the token `start`, if any, before each text and `end`, if any, after it."""
     from tokenizers import processors
 
-    # the template has names of its own, since a token may hold the signs of its syntax
+    # the template uses aliases, since a token may contain its syntax
     edges = {"start": start, "end": end}
     present = {name: text for name, text in edges.items() if text is not None}
     special = [{"id": name, "ids": [tokenizer.token_to_id(text)], "tokens": [text]} for name, text in present.items()]

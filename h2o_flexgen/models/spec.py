@@ -1,4 +1,4 @@
-"""What the engine knows of a model: sizes, and the tensors of each layer. Pure data, no torch."""
+"""What the engine knows about a model: its sizes and the tensors of each layer. Pure data, no torch."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from functools import cached_property
 
 from h2o_flexgen.errors import UserError
 
-#: of the sizes in a config; no product of three overflows a float
+#: upper bound of a size in a config, so that no product of three overflows a float
 LARGEST = (1 << 31) - 1
-#: far more than any model has: a list of all layers, or a table of a head's elements, must not fill the memory
+#: far more than any model has, so that a list of layers or a table of a head's elements cannot fill memory
 MOST_LAYERS = 1000
 MOST_HEAD_DIM = 1 << 16
 _SHORT = reprlib.Repr()
@@ -22,33 +22,33 @@ Tensors = dict[str, tuple[str, tuple[int, ...]]]
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary position embeddings (RoFormer, arXiv 2104.09864) of a head."""
+    """The rotary position embeddings of a head (RoFormer, arXiv 2104.09864)."""
 
     type: str  # "default", "linear", "dynamic", "llama3", "yarn" or "longrope", as in transformers
     theta: float  # the base of the frequencies
-    dim: int  # elements of a head that are rotated; the others stay as they are (partial rotary)
+    dim: int  # elements of a head that are rotated (all, unless rotation is partial)
     positions: int  # `max_position_embeddings` of the config
-    scaling: tuple[tuple[str, object], ...] = ()  # the parameters of the type, under transformers' names
+    scaling: tuple[tuple[str, object], ...] = ()  # parameters of the type, by transformers' names
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Sizes of a model. A family may add fields of its own."""
+    """Sizes of a model. A family may add its own fields."""
 
-    model_type: str  # the family, as checkpoints name it
-    layers: int  # transformer blocks, without embedding and head
+    model_type: str  # the family, as in checkpoints
+    layers: int  # transformer blocks, not counting embedding and head
     hidden: int  # width of the hidden states
     inner: int  # width of the MLP
     vocab: int
-    heads: int  # of queries
-    kv_heads: int  # of K and V, which divide those of queries
+    heads: int  # query heads
+    kv_heads: int  # heads of K and V; divides `heads`
     head_dim: int  # elements of a head
     positions: int  # the most tokens of a prompt and its output together
     activation: str  # transformers' name of the MLP's activation function
     eos: frozenset[int] = frozenset()  # token ids that end a text
-    gated: bool = False  # the MLP has a gate, a third matrix of its size
+    gated: bool = False  # the MLP has a third matrix, its gate
     tied: bool = False  # the head is the embedding
-    window: int | None = None  # tokens that attention looks back, if the model limits that
+    window: int | None = None  # sliding window of attention, in tokens, if any
     rope: Rope | None = None
 
     @property
@@ -70,8 +70,8 @@ class ModelSpec:
         return min(self.positions, self.window or self.positions)
 
     def check_length(self, prompt_len: int, gen_len: int = 0, rolling: bool = False) -> None:
-        """Raises UserError unless the model can take a prompt and an output of these lengths, which has no end where
-        positions roll; without an output the prompt is a text to be scored, whose last token is never an input."""
+        """Raises UserError for lengths of a prompt and its output that exceed the model's. With `rolling` positions the
+        output has no limit. Without an output the prompt is a text to be scored, whose last token is never an input."""
         is_longer = f"the text has {prompt_len} tokens, more than the model's"
         what = "the text"
         needed = prompt_len - 1
@@ -92,14 +92,14 @@ class ModelSpec:
 
 @dataclass(frozen=True)
 class Layer:
-    """The tensors of one step of the schedule: the embedding, a transformer block, or the head."""
+    """The tensors of a layer: the embedding, a transformer block, or the head."""
 
     streamed: Tensors = field(default_factory=dict)  # needed whole
-    gathered: Tensors = field(default_factory=dict)  # only the rows that are asked for
+    gathered: Tensors = field(default_factory=dict)  # needed row by row
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """{name in the checkpoint: shape} of all."""
+        """{name in the checkpoint: shape} of all tensors."""
         return dict((*self.streamed.values(), *self.gathered.values()))
 
     @cached_property
@@ -119,13 +119,13 @@ def vectors(short: str, name: str, size: int, parts: Iterable[str] = ("weight",)
 
 
 def shortened(value) -> str:
-    """A value of a file for a message: a long one is cut."""
+    """A value from a file for a message, cut if it is long."""
     return _SHORT.repr(value)
 
 
 class Config:
-    """A checkpoint's config.json, which messages call `where`. Methods raise UserError if a value is missing or of a
-    wrong type."""
+    """A checkpoint's config.json, called `where` in messages. Methods raise UserError for values that are missing or of
+    the wrong type."""
 
     def __init__(self, data: dict, where: str = "the config"):
         self.data = data
@@ -140,7 +140,7 @@ class Config:
         return value
 
     def _number(self, key: str, default):
-        """A number that is null is left out."""
+        """null counts as missing."""
         return default if self.data.get(key) is None else self.data[key]
 
     def size(self, key: str, default: int | None = None, least: int = 1, most: int = LARGEST) -> int:
@@ -152,7 +152,7 @@ class Config:
         return float(self._checked(key, self._number(key, default), "a positive number", fits))
 
     def numbers(self, key: str, count: int) -> tuple[float, ...]:
-        """A list of so many positive numbers."""
+        """A list of `count` positive numbers."""
         is_number = lambda x: type(x) in (int, float) and 0 < x < 1e300
         fits = lambda value: isinstance(value, list) and len(value) == count and all(map(is_number, value))
         return tuple(map(float, self._checked(key, self.data.get(key), f"a list of {count} positive numbers", fits)))
@@ -171,13 +171,13 @@ class Config:
         return frozenset(self._checked(key, ids, what, lambda ids: all(type(token) is int for token in ids)))
 
     def window(self, default: int | None = None) -> int | None:
-        """Tokens of the sliding window; null is none."""
+        """Tokens of the sliding window; None for null."""
         return None if self.data.get("sliding_window", default) is None else self.size("sliding_window", default)
 
     def sizes(self, kv_heads: int | None = None, head_dim: int | None = None, grouped: bool = True) -> dict[str, int]:
-        """The sizes of a spec that all families call alike, with a family's defaults for heads of K and V and their
-        size if they are left out; null for `num_key_value_heads` is as many as query heads. A family that is not
-        `grouped` reads neither of the two."""
+        """The fields of a spec whose keys are the same in all families. `kv_heads` and `head_dim` are a family's
+        defaults for missing keys; null for `num_key_value_heads` means one per query head. A family without `grouped`
+        heads reads neither of the two."""
         if not grouped:
             read = {k: v for k, v in self.data.items() if k not in ("num_key_value_heads", "head_dim")}
             return Config(read, self.where).sizes()

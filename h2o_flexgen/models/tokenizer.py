@@ -25,29 +25,28 @@ _PIECES = "tokenizer.model"
 _CONFIG = "tokenizer_config.json"
 _TEMPLATE = "chat_template.jinja"
 _FILES = (_DESCRIBED, _CONFIG, "vocab.json", _PIECES)
-#: stands for an answer in what a chat template makes of a conversation
+#: placeholder for an answer in a conversation
 ANSWER = "[[the answer]]"
 
-#: code that comes with a model is never run, and never asked about
+#: code that comes with a model is never run
 _OPTIONS = {"padding_side": "left", "trust_remote_code": False, "from_slow": False}
-#: what a tokenizer_config.json says to its class alone
+#: keys of a tokenizer_config.json that only its class reads
 _OF_CLASS = ("tokenizer_class", "auto_map", "sp_model_kwargs", "legacy")
-#: how the names of the classes begin that put BOS and EOS around a text where `_SURROUNDING` says so
+#: prefixes of the names of classes that heed the keys of `_SURROUNDING`
 _HEEDING = ("Llama", "CodeLlama", "Gemma", "Cohere", "GPTNeoX")
 _SURROUNDING = ("add_bos_token", "add_eos_token")
-#: files that tell the names of tokens and the chat template
+#: files with names of tokens and chat templates
 _COMPANIONS = ("special_tokens_map.json", "added_tokens.json", _TEMPLATE, "chat_template.json")
 
 log = logging.getLogger(__name__)
 
 
 def load_tokenizer(folder: Path):
-    """The folder's tokenizer, padding on the left, or None if there is none. It splits text as its tokenizer.json says,
-    if it has one, whatever its class in transformers would do.
+    """The folder's tokenizer, padding on the left, or None if there is none. If there is a tokenizer.json it is
+    followed, even where transformers' class would not.
 
     Raises:
-        UserError: a file that is damaged or not fetched, a package that is missing, or a tokenizer that transformers
-            cannot load.
+        UserError: a damaged or missing file, a missing package, or a tokenizer that transformers cannot load.
     """
     _check_files(folder)
     if not has_tokenizer(folder):
@@ -70,15 +69,14 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def end_ids(tokenizer) -> frozenset[int]:
-    """Token ids that end a text: the tokenizer's, and what its chat template writes after an answer. None for no
-    tokenizer."""
+    """Token ids that end a text: the tokenizer's and the one its chat template puts after an answer; empty for None."""
     if tokenizer is None:
         return frozenset()
     return frozenset({tokenizer.eos_token_id, _end_of_answer(tokenizer)} - {None})
 
 
 def _check_files(folder: Path) -> None:
-    """Raises UserError for a file that is not whole, or that no installed package can read."""
+    """Raises UserError for an incomplete file, or one that no installed package can read."""
     for path in (folder / name for name in _FILES):
         if path.is_symlink() and not path.exists():
             raise UserError(f"{path} is a link to a file that is missing: download it again")
@@ -96,13 +94,13 @@ def _config(folder: Path) -> dict:
 
 
 def _is_pieces(folder: Path) -> bool:
-    """Whether the folder's tokenizer is in SentencePiece's format alone."""
+    """Whether the folder's tokenizer is only in SentencePiece's format."""
     others = (_DESCRIBED, "vocab.json")
     return (folder / _PIECES).exists() and not any((folder / name).exists() for name in others)
 
 
 def _loaded(folder: Path):
-    """Raises anything for a tokenizer that cannot be loaded."""
+    """Raises an exception of any class for a tokenizer that cannot be loaded."""
     from transformers import AutoTokenizer
 
     config = {key: value for key, value in _config(folder).items() if value is not None}
@@ -119,12 +117,12 @@ def _loaded(folder: Path):
     _follow(tokenizer, described, folder)
     if not asking.keys().isdisjoint(_SURROUNDING):
         _surround(tokenizer, described, asking)
-    tokenizer("a")  # settings that make no sense raise here rather than in a job
+    tokenizer("a")  # invalid settings raise here rather than during a job
     return tokenizer
 
 
 def _described(path: Path) -> Tokenizer:
-    """The tokenizer of a tokenizer.json by the library `tokenizers` alone."""
+    """The tokenizer of a tokenizer.json, read by the library `tokenizers` alone."""
     from tokenizers import Tokenizer
 
     try:
@@ -143,7 +141,7 @@ def _pieces(folder: Path, config: dict) -> tuple[Tokenizer, dict[str, str]]:
 
 
 def _of_pieces(folder: Path, described: Tokenizer, config: dict):
-    """The tokenizer of a folder without a tokenizer.json, as if it had this one."""
+    """transformers' tokenizer of a folder without a tokenizer.json, as if it had `described`."""
     from transformers import PreTrainedTokenizerFast
 
     with TemporaryDirectory() as name:
@@ -158,12 +156,12 @@ def _of_pieces(folder: Path, described: Tokenizer, config: dict):
 
 
 def _named(folder: Path):
-    """The tokenizer of the class that the folder names, or of the general one where that cannot be built of it."""
+    """A tokenizer of the class that the folder names, or of the general class if that fails."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, **_OPTIONS)
-    except Exception:  # such as a class that another version of transformers has
+    except Exception:  # such as a class of another version of transformers
         tokenizer = None
     if isinstance(tokenizer, PreTrainedTokenizerFast):
         return tokenizer
@@ -171,8 +169,8 @@ def _named(folder: Path):
 
 
 def _follow(tokenizer, described: Tokenizer, folder: Path) -> None:
-    """Make a tokenizer of transformers split texts as described. It keeps its templates, its names of special tokens,
-    and those of its added tokens that the description lacks and that are no ordinary text there."""
+    """Make transformers' tokenizer split texts as described. It keeps its templates, its names of special tokens, and
+    its own added tokens unless they are ordinary text in the description."""
     known = {token.content for token in described.get_added_tokens_decoder().values()}
     added = [token for _, token in sorted(tokenizer.added_tokens_decoder.items()) if token.content not in known]
     ordinary = {token.content for token in added if _is_ordinary(described, token.content)}
@@ -183,18 +181,17 @@ def _follow(tokenizer, described: Tokenizer, folder: Path) -> None:
             setattr(tokenizer, name, None)
     if ordinary:
         names = ", ".join(map(repr, sorted(ordinary)))
-        log.warning("%s: named as special tokens, but ordinary text, and read as such: %s", folder, names)
+        log.warning("%s: special tokens that are ordinary text are read as such: %s", folder, names)
 
 
 def _is_ordinary(described: Tokenizer, text: str) -> bool:
-    """Whether a text is one token (and a blank in front) even though none was added for it."""
+    """Whether a text is one token, possibly after a blank, without being an added token."""
     found = described.encode(text, add_special_tokens=False)
     return sum(token != BLANK for token in found.tokens) == 1 and described.decode(found.ids) == text
 
 
 def _surround(tokenizer, described: Tokenizer, config: dict) -> None:
-    """Put BOS in front of texts and EOS at their end, or neither, where a tokenizer_config.json says so. The one of
-    which it says nothing stays as described."""
+    """Add BOS before texts and EOS after them, or remove them, where a tokenizer_config.json has keys for that."""
     ids = described.encode("a").ids
     names = []
     for role, outermost in (("bos", ids[:1]), ("eos", ids[-1:])):
@@ -207,7 +204,7 @@ def _surround(tokenizer, described: Tokenizer, config: dict) -> None:
 
 
 def _end_of_answer(tokenizer) -> int | None:
-    """The token that the chat template writes after an answer, if it is an added one, such as <|im_end|>."""
+    """The token that the chat template puts after an answer, if it is an added one, such as <|im_end|>."""
     if not tokenizer.chat_template:
         return None
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": ANSWER}]

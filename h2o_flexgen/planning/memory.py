@@ -16,24 +16,25 @@ from h2o_flexgen.policy import MARGIN, TIERS, Policy, gib
 from h2o_flexgen.storage.activations import WRITE_BACKS, activation_bytes
 from h2o_flexgen.storage.kv_store import kv_bytes
 from h2o_flexgen.storage.queues import double_buffers
-from h2o_flexgen.storage.weights import largest_layer
+from h2o_flexgen.storage.staging import largest_layer
 
-#: for messages: what a tier is called, and what helps if it is too small
-_NAMES = {"gpu": "the gpu tier", "cpu": "the cpu tier", "disk": "the disk tier", "ram": "RAM (gpu and cpu together)"}
+#: for messages: what a tier is called, with and without CUDA, and what helps if it is too small
+_NAMES = {"gpu": "the gpu tier", "cpu": "the cpu tier", "disk": "the disk tier"}
+_RAM_NAMES = _NAMES | {"gpu": "RAM", "ram": "RAM"}
 _ADVICE = {
     "gpu": "lower the gpu percentages, `gpu_batch_size` or the KV budget",
     "cpu": "lower the cpu percentages, the batch sizes or the KV budget",
     "disk": "free disk space or name another `offload_dir`",
-    "ram": "move weights or cache to disk (`percent`), or lower the batch sizes or the KV budget",
+    "ram": "move weights or cache to disk (`percent`), or lower `gpu_batch_size` or the KV budget",
 }
 #: of the device's memory, the most that the beginnings which prompts share may take
 PATH_SHARE = 1 / 16
 #: the same where the search has lowered all these already
 SEARCHED_ADVICE = {
     "gpu": "raise `gpu_mem` if you gave it, or take shorter prompts or a smaller model",
-    "cpu": "raise `cpu_mem` if you gave it, or take shorter prompts or a smaller model",
+    "cpu": "raise `mem` or `cpu_mem` if you gave it, or take shorter prompts or a smaller model",
     "disk": "raise `disk_mem` if you gave it, free disk space or name another `offload_dir`",
-    "ram": "end other programs, or take shorter prompts or a smaller model",
+    "ram": "raise `mem` (or `gpu_mem`) if you gave it, end other programs, or take shorter prompts or a smaller model",
 }
 
 
@@ -55,7 +56,10 @@ class Resources:
     def capped(
         cls, available: dict[str, int], caps: dict[str, int | None], cuda: bool, baseline: int, workspace: int
     ) -> Resources:
-        """What is available, within what the user allows."""
+        """What is available, within what the user allows: `caps` of each tier, and as "ram" of all RAM."""
+        in_ram = ("cpu",) if cuda else ("gpu", "cpu")
+        if caps.get("ram") is not None:
+            available = available | {tier: min(available[tier], caps["ram"]) for tier in in_ram}
         limits = {tier: n if caps[tier] is None else min(n, caps[tier]) for tier, n in available.items()}
         return cls(limits if cuda else limits | {"ram": available["cpu"]}, baseline, workspace)
 
@@ -98,25 +102,34 @@ class MemoryPlan:
         what to change, by `advice` for each tier."""
         tiers = self.missing()
         short = []
+        names = _RAM_NAMES if self.shared else _NAMES
         for tier in ("ram",) if "ram" in tiers else tiers:
             needed = self.needed(tier)
             limit = self.limits[tier]
             _, what, nbytes = max((item for item in self.items if item[0] in _parts(tier)), key=lambda item: item[2])
+            remedy = advice["ram" if self.shared and tier == "gpu" else tier]
             short.append(
-                f"{_NAMES[tier]} is too small: needs {gib(needed)} ({needed} bytes), there are {gib(limit)} "
-                f"({limit} bytes); most goes to {what} ({gib(nbytes)}): {advice[tier]}"
+                f"{names[tier]} is too small: needs {gib(needed)} ({needed} bytes), there are {gib(limit)} "
+                f"({limit} bytes); most goes to {what} ({gib(nbytes)}): {remedy}"
             )
         if short:
             raise PlanError(message + "; ".join(short))
 
     def describe(self) -> str:
-        """A table for people: every item, then each tier against its limit."""
+        """A table for humans: every item, then each tier, or without CUDA RAM and disk, against its limit."""
         lines = ["memory plan:"]
-        lines += [f"  {tier:<5}{gib(nbytes):>12}  {what}" for tier, what, nbytes in self.items]
-        lines += [f"  {tier:<5}{gib(self.needed(tier)):>12}  of {gib(self.limits[tier])}" for tier in TIERS]
-        if self.shared:
-            lines.append(f"  RAM  {gib(self.needed('ram')):>12}  of {gib(self.limits['ram'])}, gpu and cpu together")
+        for tier, what, nbytes in self.items:
+            lines.append(f"  {'RAM' if self.shared and tier != 'disk' else tier:<5}{gib(nbytes):>12}  {what}")
+        lines += [f"  {name:<5}{gib(needed):>12}  of {gib(limit)}" for name, (needed, limit) in self.totals().items()]
         return "\n".join(lines)
+
+    def totals(self) -> dict[str, tuple[int, int]]:
+        """Bytes needed and their limit for each tier; without CUDA for RAM and disk."""
+        found = {tier: (self.needed(tier), self.limits[tier]) for tier in TIERS}
+        if not self.shared:
+            return found
+        limit = self.limits["ram"] if self.needed("cpu") else min(self.limits["gpu"], self.limits["ram"])
+        return {"RAM": (self.needed("ram"), limit), "disk": found["disk"]}
 
 
 def _parts(tier: str) -> tuple[str, ...]:

@@ -281,6 +281,6 @@ def check_cpu_cap(caps: dict[str, int | None], shared: bool, searched: bool) -> 
     (`shared`)."""
     if searched and shared and caps["cpu"] is not None:
         raise UserError(
-            "`cpu_mem` does nothing here: without CUDA the RAM is the gpu tier, so use `gpu_mem`; the cpu tier is a "
-            "second pool in RAM, for a policy with cpu percentages (`percent`)"
+            "`cpu_mem` does nothing here: without CUDA use `mem`; the cpu tier is a second pool in RAM, for a "
+            "policy with cpu percentages (`percent`)"
         )

@@ -20,7 +20,7 @@ from h2o_flexgen.models.spec import Layer, ModelSpec
 from h2o_flexgen.planning.workload import Workload
 from h2o_flexgen.policy import TIERS
 from h2o_flexgen.storage.decoded import Decoding
-from h2o_flexgen.storage.weights import StagingBytes, staging_bytes
+from h2o_flexgen.storage.staging import StagingBytes, staging_bytes
 
 #: indices into a model's layers: a decoder layer, which stands for all of them, and the head
 DECODER = -2

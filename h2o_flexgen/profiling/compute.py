@@ -23,7 +23,7 @@ from h2o_flexgen.kernels.rates import INT4, INT8
 from h2o_flexgen.kv_cache import CacheRule, FullCache, HeavyHitterCache, KVLayout
 from h2o_flexgen.kv_cache.rule import Rows
 from h2o_flexgen.machine import memory
-from h2o_flexgen.machine.device import Device
+from h2o_flexgen.machine.device import Device, open_device
 from h2o_flexgen.machine.profile import GROUP, AttentionRates, Shape
 from h2o_flexgen.planning.workload import HEAD_ROWS
 
@@ -95,7 +95,7 @@ def measure_compute(device: Device, dtype: torch.dtype, scale: Scale) -> dict:
     attention = [call_seconds(device, call, scale, cold=True) for call in calls]
     phases = {"prefill": (device, scale), "decode": (device, scale)}
     if device.is_cuda:
-        phases["cpu"] = (Device("cpu"), Scale())
+        phases["cpu"] = (open_device("cpu"), Scale())
     rates = {}
     for phase, (on, amount) in phases.items():
         rates[phase] = {rule: attention_rates(on, dtype, phase, rule, amount) for rule in MEASURED}

@@ -19,7 +19,7 @@ from h2o_flexgen.formats import dtype_name
 from h2o_flexgen.kernels import linear
 from h2o_flexgen.kernels.rates import KernelRates
 from h2o_flexgen.machine import memory
-from h2o_flexgen.machine.device import Device
+from h2o_flexgen.machine.device import Device, open_device
 from h2o_flexgen.machine.profile import Profile
 from h2o_flexgen.profiling.compute import CUDA, Scale, measure_compute
 from h2o_flexgen.profiling.links import measure_links
@@ -180,7 +180,7 @@ def this_machine(
     """
     from transformers import AutoTokenizer  # noqa: F401  part of a job's baseline memory
 
-    device = Device(device_name)
+    device = open_device(device_name)
     root = Path(offload_dir) if offload_dir else default_root()
     if device.is_cuda:
         device.start(None)

@@ -1,6 +1,6 @@
-"""Hidden states of prompts between two layers, on the tier of their batch; they move by prefill micro-batches.
+"""Hidden states of prompts between two layers, on the tier of their batch; they move in prefill micro-batches.
 
-Those of a decode step, one token of each sequence, stay on the device and are not kept here.
+In a decode step, with one token of each sequence, hidden states stay on the device and are not kept here.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ Key = tuple[int, int]  # batch, micro-batch
 
 
 class ActivationBytes(NamedTuple):
-    """The bytes that an ActivationStore allocates beside the hidden states; the memory plan counts with the same."""
+    """The bytes that an ActivationStore allocates beside hidden states; the memory plan counts with the same ones."""
 
-    count: int  # staging buffers
-    staging: int  # of each staging buffer on the device
-    host: int  # (CUDA) of each of the two buffers in RAM between device and disk
+    count: int  # number of staging buffers
+    staging: int  # each staging buffer on the device
+    host: int  # (CUDA) each of the two buffers in RAM between device and disk
 
 
 def activation_bytes(tiers: list[str], micro_bytes: int, overlap: bool, cuda: bool) -> ActivationBytes:
-    """`tiers` per batch; `micro_bytes`: the most of one micro-batch."""
+    """`tiers`: of each batch; `micro_bytes`: the most bytes of one micro-batch."""
     streamed = any(tier != "gpu" for tier in tiers)
     return ActivationBytes(double_buffers(overlap), micro_bytes * streamed, micro_bytes * (cuda and "disk" in tiers))
 
 
 @dataclass
 class _Hidden:
-    """Of a micro-batch: `tensor` is on the device, unless they are written back; then `loading` brings them again."""
+    """The hidden states of one micro-batch."""
 
     offset: int  # in bytes, within the hidden states of its batch
-    tensor: Tensor  # on the device "meta" while they are away: the shape and the dtype alone
-    stored: Future | None = None
+    tensor: Tensor  # on torch's "meta" device from the write-back until they are loaded again
+    stored: Future | None = None  # the write-back
     loading: Future | None = None
 
 
@@ -54,11 +54,11 @@ class ActivationStore:
 
     Args:
         tiers: of each batch.
-        batch_bytes: per batch the most bytes that its hidden states take, of all micro-batches.
+        batch_bytes: the most bytes that the hidden states of each batch take.
         micro_bytes: the most bytes of one micro-batch.
 
     Attributes:
-        file: of the batches on disk, or None.
+        file: holds the batches on disk; None without any.
     """
 
     def __init__(self, transport: Transport, tiers: list[str], batch_bytes: list[int], micro_bytes: int):
@@ -70,21 +70,21 @@ class ActivationStore:
         self._hidden: dict[Key, _Hidden] = {}
         self._storing: deque[Future] = deque()  # write-backs, the oldest first
 
-        device = self.device
+        device = transport.device
         sizes = activation_bytes(tiers, micro_bytes, transport.overlap, device.is_cuda)
         self._ram = {k: device.host_buffer(batch_bytes[k]) for k, tier in enumerate(tiers) if tier == "cpu"}
         on_disk = [k for k, tier in enumerate(tiers) if tier == "disk"]
         *offsets, end = accumulate((batch_bytes[k] for k in on_disk), initial=0)
         self._offset = dict(zip(on_disk, offsets))
         self.file = transport.file("activations", end)
-        # a cycle: compute uses micro-batches in the order in which they are loaded
+        # a cycle: compute uses micro-batches in the order they are loaded in
         self._staging = cycle([device.buffer(sizes.staging) for _ in range(sizes.count)])
         self._load_host = device.host_buffer(sizes.host)
         self._store_host = device.host_buffer(sizes.host)
         self._load_host_free = None  # event
 
     def put(self, batch: int, micro: int, offset: int, tensor: Tensor) -> None:
-        """Keep the hidden states of a micro-batch, any shape, which begin `offset` bytes into those of its batch."""
+        """Keep the hidden states of a micro-batch, of any shape; they begin `offset` bytes into those of its batch."""
         hidden = self._hidden[batch, micro] = _Hidden(offset, tensor)
         if self.tiers[batch] == "gpu":
             return
@@ -105,12 +105,12 @@ class ActivationStore:
             return
         buffer = next(self._staging)[: hidden.tensor.nbytes]
         hidden.tensor = buffer.view(hidden.tensor.dtype).view(hidden.tensor.shape)
-        # whatever computes with what is in this buffer now is queued already
+        # whatever computes with the buffer's present content is queued already
         computed = self.device.record()
         hidden.loading = self._load_queue.submit(lambda: self.load(batch, hidden, buffer), after=computed)
 
     def get(self, batch: int, micro: int) -> Tensor:
-        """Take the hidden states of a micro-batch out, on the device; compute waits until they are loaded."""
+        """Remove and return the hidden states of a micro-batch, on the device; compute waits until they are loaded."""
         hidden = self._hidden.pop((batch, micro))
         self._fetch(batch, hidden)
         self.device.stall_on(hidden.loading, "activations")
@@ -121,21 +121,21 @@ class ActivationStore:
         flat = hidden.view(-1).view(torch.uint8)
         if batch in self._ram or self.device.is_cuda:
             ram = self._ram[batch][offset:] if batch in self._ram else self._store_host
-            self.transport.to_cpu(ram[: flat.nbytes], flat)
+            self.transport.to_host(ram[: flat.nbytes], flat)
             finish(self.device.record())
             flat = ram[: flat.nbytes]
         if batch not in self._ram:
             wait(self.transport.io.write(self.file, as_numpy(flat), self._offset[batch] + offset))
 
     def load(self, batch: int, hidden: _Hidden, buffer: Tensor) -> None:
-        """Fill a staging buffer once the write-back is done."""
+        """Fill a staging buffer once the write-back has ended."""
         self.device.wait_for(hidden.stored)
         if batch in self._ram:
-            self.transport.to_gpu(buffer, self._ram[batch][hidden.offset :][: buffer.nbytes])
+            self.transport.to_device(buffer, self._ram[batch][hidden.offset :][: buffer.nbytes])
             return
         finish(self._load_host_free)
         target = self._load_host[: buffer.nbytes] if self.device.is_cuda else buffer
         wait(self.transport.io.read(self.file, target.numpy(), self._offset[batch] + hidden.offset))
         if self.device.is_cuda:
-            self.transport.to_gpu(buffer, target)
+            self.transport.to_device(buffer, target)
             self._load_host_free = self.device.record()

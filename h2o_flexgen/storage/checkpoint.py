@@ -1,4 +1,4 @@
-"""The weights of a model: safetensors and GGUF's blocks are read in place, other files are converted once."""
+"""The weight files of a model: safetensors and GGUF's blocks are read in place, all else is converted once."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from h2o_flexgen.storage.convert import bins_to_safetensors, gguf_to_safetensors
 from h2o_flexgen.storage.disk import DiskIO, File, wait
 from h2o_flexgen.storage.stored import Stored, parts_of, rows_of
 
-#: names that safetensors has for the dtypes of weights
+#: safetensors' names of the dtypes of weights
 DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
 
 log = logging.getLogger(__name__)
@@ -41,11 +41,11 @@ class Checkpoint:
 
     Attributes:
         tensors: by their names in the files.
-        files: those of the model.
-        copy_bytes: of a copy in the cache folder that `compress` has made.
+        files: the weight files.
+        copy_bytes: size of the copy in the cache folder that `compress` uses.
 
     Raises:
-        UserError: no weights, or a file that is missing, cut short, or of another format.
+        UserError: no weights, or a file that is missing, cut short, or in another format.
     """
 
     def __init__(self, path: Path, layers: Seq[Layer] = (), dtype: torch.dtype = torch.float32, progress: bool = True):
@@ -62,7 +62,7 @@ class Checkpoint:
             self.add_file(file)
 
     def _add_gguf(self, layers: Seq[Layer], dtype: torch.dtype, progress: bool) -> None:
-        """Matrices in blocks are read in place, all others from a copy."""
+        """Read matrices in blocks in place, all other tensors from a copy."""
         in_file = in_place(self.path, layers)
         others = [_without(layer, in_file) for layer in layers]
         for file in gguf_to_safetensors(self.path, others, dtype, progress):
@@ -73,10 +73,10 @@ class Checkpoint:
             self.tensors[name] = Stored(files[file], offset, shape, form)
 
     def compress(self, formats: dict[str, Format], disk_mem: int | None, progress: bool) -> None:
-        """Take the tensors in these formats, from a copy in the cache folder, which is made if there is none.
+        """Read these tensors in these formats from now on, from a copy in the cache folder that is made once.
 
         Args:
-            disk_mem: the most bytes of the copy, which the plan of a job counts.
+            disk_mem: the most bytes that the copy, which the plan of a job counts, may take.
 
         Raises:
             UserError: NaN or infinite elements, or no room.
@@ -94,13 +94,13 @@ class Checkpoint:
                 form.encode_parts(shapes[name], _decoded_parts(self.find(name), io), buffer)
                 if not form.view(buffer, shapes[name]).is_finite():
                     raise UserError(
-                        f"the weights {name!r} hold NaN or infinite numbers, or some too large for {form.name}: is the "
-                        "checkpoint broken?"
+                        f"the weights {name!r} contain NaN or infinite values, or values too large for {form.name}: is "
+                        "the checkpoint broken?"
                     )
                 yield name, buffer
 
         try:
-            # another config, or floats of another type that a GGUF file was converted to, make another copy
+            # another config, or another dtype that a GGUF file was converted to, makes another copy
             made = [(name, shapes[name], form, self.find(name).format) for name, form in formats.items()]
             files = made_once(self.files, f"weights as {made}", tensors, len(formats), total, progress)
         finally:
@@ -119,9 +119,9 @@ class Checkpoint:
         self.tensors |= tensors_of(path)
 
     def find(self, name: str) -> Stored | None:
-        """The tensor of a full name, of which a checkpoint saved from an inner module lacks up to two leading parts."""
+        """The tensor of a full name. A checkpoint saved from an inner module lacks up to two of its leading parts."""
         modules = name.split(".")
-        for missing in range(min(3, len(modules) - 1)):  # a module and its parameter stay
+        for missing in range(min(3, len(modules) - 1)):  # a module and its parameter remain
             if stored := self.tensors.get(".".join(modules[missing:])):
                 return stored
         return None
@@ -141,8 +141,8 @@ class Checkpoint:
             raise UserError(f"the checkpoint {self.path} has {problem}")
 
     def check_tied(self, embedding: str, head: str) -> None:
-        """Raises UserError if a head that the config ties to the embedding is a tensor of its own, which transformers
-        would not tie."""
+        """Raises UserError if a head that the config ties to the embedding is a different tensor, since transformers
+        would not tie that."""
         words = self.find(embedding)
         own = self.tensors.get(head)
         if own is not None and not words.equals(own):
@@ -155,11 +155,11 @@ class Checkpoint:
         return self.find(name).format
 
     def on_disk(self, names: list[str], make_file, io: DiskIO, progress: bool) -> dict[str, Stored]:
-        """Where the tensors are on disk: nothing is copied."""
+        """The tensors that stay on disk; nothing is copied."""
         return {name: self.find(name) for name in names}
 
     def read(self, name: str, out: Tensor | Quantised, io: DiskIO) -> None:
-        """Fill `out` (contiguous, of the same shape, any float dtype or the format that is stored, on any device)."""
+        """Fill `out`: contiguous, of the same shape, in any float dtype or the stored format, on any device."""
         stored = self.find(name)
         flat = out.raw if isinstance(out, Quantised) else out.view(-1)
         if flat.dtype == stored.dtype and flat.device.type == "cpu":
@@ -170,15 +170,15 @@ class Checkpoint:
 
 
 def tensors_of(path: Path) -> dict[str, Stored]:
-    """Those of a safetensors file, by name. Raises UserError if it is not whole."""
-    file = File(path)  # a regular one
+    """The tensors of a safetensors file, by name. Raises UserError if it is damaged."""
+    file = File(path)
     try:
         with safe_open(path, "numpy"):
-            pass  # it has checked the header, and that the file is as long as the header says
+            pass  # checks the header, and that the file is as long as the header says
         length = int.from_bytes(os.pread(file.fd, 8, 0), "little")
         header = json.loads(os.pread(file.fd, length, 8))
     except (SafetensorError, OSError) as e:
-        raise UserError(f"{path} is no whole safetensors file ({e}): if it was cut short, download it again") from None
+        raise UserError(f"{path} is a damaged safetensors file ({e}): if it was cut short, download it again") from None
     header.pop("__metadata__", None)
     found = {}
     for name, entry in header.items():
@@ -193,7 +193,7 @@ def _without(layer: Layer, names: Container[str]) -> Layer:
 
 
 def _decoded_parts(stored: Stored, io: DiskIO) -> Iterator[tuple[int, Tensor]]:
-    """As `rows_of`, in fp32."""
+    """Like `rows_of`, in fp32."""
     for begin, rows in rows_of(stored, io):
         if isinstance(rows, Quantised):
             out = torch.empty(rows.shape)
@@ -204,14 +204,14 @@ def _decoded_parts(stored: Stored, io: DiskIO) -> Iterator[tuple[int, Tensor]]:
 
 
 def _weight_files(path: Path) -> list[Path]:
-    """The files of a model in a folder."""
+    """The weight files of a model in a folder."""
     files = weight_files(path)
     if not files:
         expected = "expected model.safetensors, its shards, pytorch_model.bin or one .gguf file"
         raise UserError(f"no weights in {path}: {expected}{describe_unreadable(path)}")
     for file in files:
         if not os.path.isfile(file):
-            what = "no regular file" if os.path.exists(file) else "missing"
+            what = "not a regular file" if os.path.exists(file) else "missing"
             raise UserError(f"the shard {file} is {what}; download it again")
     if choice := describe_choice(path):
         log.warning("%s", choice)

@@ -1,4 +1,4 @@
-"""Conversion into safetensors, which can be streamed, of `.bin` checkpoints and GGUF files: once, a part at a time."""
+"""Conversion of `.bin` checkpoints and GGUF files to safetensors, which can be streamed: once, a part at a time."""
 
 from __future__ import annotations
 
@@ -22,35 +22,35 @@ from h2o_flexgen.utils.copies import converted
 from h2o_flexgen.utils.files import OTHER_HOME, cache_root
 from h2o_flexgen.utils.progress import bar
 
-#: bytes of a converted file, and so about those of RAM that the conversion takes; its last tensor may exceed them
+#: bytes of a converted file, and about the RAM that the conversion takes; the last tensor may exceed it
 CONVERTED_BYTES = 1 << 27
 
 
 def gguf_to_safetensors(file: Path, layers: Sequence[Layer], dtype: torch.dtype, progress: bool) -> list[Path]:
-    """Safetensors copies of a GGUF file's tensors, made once and kept under the cache folder.
+    """Safetensors copies of a GGUF file's tensors, made once and kept in the cache folder.
 
     Args:
-        layers: the tensors that are wanted.
-        dtype: of those that are quantised in the file.
+        layers: the tensors to copy.
+        dtype: of the copies of quantised tensors.
 
     Raises:
         UserError: as `GGUFFile`, or no space.
     """
     shapes = {name: shape for layer in layers for name, shape in layer.shapes.items()}
     needed = sum(map(prod, shapes.values())) * dtype.itemsize
-    tensors = lambda: GGUFFile(file).checkpoint_tensors(layers, dtype)  # noqa: E731  opened when it is needed
-    kind = f"weights in {dtype_name(dtype)}: {shapes}"  # another config asks for other ones
+    kind = f"weights in {dtype_name(dtype)}: {shapes}"  # another config needs other tensors
+    tensors = lambda: GGUFFile(file).checkpoint_tensors(layers, dtype)  # opened only if there is no copy yet
     return made_once(parts(file), kind, tensors, len(shapes), needed, progress)
 
 
 def bins_to_safetensors(files: list[Path], layers: Sequence[Layer], progress: bool) -> list[Path]:
-    """Safetensors copies of `.bin` shards, likewise. Pickled code never runs. Raises UserError for a shard that is not
-    whole, or no space."""
+    """Safetensors copies of `.bin` shards, likewise. Pickled code never runs. Raises UserError for a shard that is
+    damaged, or if there is no space."""
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         for file in files:
             for name, tensor in load_bin(file).items():
-                yield name, tensor.clone()  # tensors that share memory, as a tied head does, cannot be saved
+                yield name, tensor.clone()  # tensors that share memory, like a tied head, cannot be saved
 
     needed = sum(file.stat().st_size for file in files)
     return made_once(files, "weights", tensors, sum(len(layer.shapes) for layer in layers), needed, progress)
@@ -64,13 +64,13 @@ def made_once(
     needed: int,
     progress: bool,
 ) -> list[Path]:
-    """The files that hold what `tensors` gives, about `count` tensors and `needed` bytes."""
+    """Files with what `tensors` yields, about `count` tensors in `needed` bytes; written unless they exist."""
 
     def make(folder: Path) -> None:
         free = shutil.disk_usage(folder).free
         if free < needed:
             raise UserError(
-                f"converting {files[0].name} takes {gib(needed)} in {cache_root()}, where {gib(free)} are free: "
+                f"converting {files[0].name} takes {gib(needed)} in {cache_root()}, where {gib(free)} is free: "
                 f"{OTHER_HOME}"
             )
         with bar(desc=f"converting {files[0].name}", total=count, unit="tensors", show=progress) as shown:
@@ -105,8 +105,8 @@ def _save(tensors: Iterator[tuple[str, Tensor]], folder: Path, shown) -> None:
 
 
 def load_bin(shard: Path) -> dict[str, Tensor]:
-    """The tensors of a `.bin` file, mapped if it can be. Raises UserError if it is not whole or holds anything else."""
-    try:  # what torch saved before 1.6 is no zip file, and cannot be mapped
+    """The tensors of a `.bin` file, mapped if possible. Raises UserError if it is damaged or holds anything else."""
+    try:  # files saved before torch 1.6 are not zip files, and cannot be mapped
         state = torch.load(shard, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(shard))
     except Exception as e:
         raise UserError(f"cannot load {shard}: {reason(e)}; is it whole? Download it again") from None

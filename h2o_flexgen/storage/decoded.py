@@ -1,5 +1,5 @@
-"""A checkpoint whose quantised matrices are decoded once, when they are loaded: where all that matmuls read fits on the
-device, no step has to decode."""
+"""A checkpoint whose quantised matrices are decoded once, when they are loaded: if all operands fit on the device, no
+step has to decode."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from h2o_flexgen.storage.checkpoint import Checkpoint
 from h2o_flexgen.storage.disk import DiskIO
 from h2o_flexgen.storage.stored import rows_of
 
-#: what the name of a copy of a tensor ends with
+#: ends the name of a copy of a tensor
 COPY = " (copy)"
 
 
 class Decoding(NamedTuple):
-    """How a model is when its quantised matrices are all decoded once, when they are loaded.
+    """A model whose quantised matrices are all decoded when they are loaded.
 
     Attributes:
         layers: its tensors.
-        formats: what these matrices become.
+        formats: of these matrices, once decoded.
     """
 
     layers: list[Layer]
@@ -41,23 +41,24 @@ class Decoding(NamedTuple):
         in_blocks: bool,
         copies: bool = True,
     ) -> Decoding:
-        """Into what matmuls read. For matmuls in int8 the embedding, in the first layer, stays as it is stored, since
-        its rows are floats; a head that is tied to it becomes a copy with a name of its own, or without `copies` stays
+        """Decode into what matmuls read. With `compute` int8 the embedding, in the first layer, stays as stored, since
+        its rows are read as floats; a head tied to it becomes a copy under a name of its own, or without `copies` stays
         too."""
         quantised = {name: form for name, form in formats.items() if not form.is_dense}
-        kept = quantised.keys() & layers[0].shapes if compute == "int8" else set()
         read = {name: matmul_format(form, dtype, compute, in_blocks) for name, form in quantised.items()}
-        found = {name: form if name in kept else read[name] for name, form in quantised.items()}
-        tied = {short: t for short, t in layers[-1].streamed.items() if t[0] in kept and read[t[0]] != found[t[0]]}
-        tied = tied if copies else {}
-        head = {short: (name + COPY, shape) for short, (name, shape) in tied.items()}
-        found |= {name: Int8() for name, _ in head.values()}
-        return cls([*layers[:-1], replace(layers[-1], streamed=layers[-1].streamed | head)], found)
+        kept = quantised.keys() & layers[0].shapes if compute == "int8" else set()
+        found = read | {name: quantised[name] for name in kept}
+        head = dict(layers[-1].streamed)
+        for short, (name, shape) in layers[-1].streamed.items():
+            if copies and name in kept and read[name] != quantised[name]:
+                head[short] = (name + COPY, shape)
+                found[name + COPY] = Int8()
+        return cls([*layers[:-1], replace(layers[-1], streamed=head)], found)
 
 
 class Decoded:
-    """A checkpoint whose quantised matrices are decoded when they are read, into those of `Decoding.formats`; none may
-    be on disk."""
+    """A checkpoint whose quantised matrices are decoded when they are read, into `Decoding.formats`; none may be on
+    disk."""
 
     def __init__(self, source: Checkpoint, formats: dict[str, Format]):
         self._source = source
@@ -69,7 +70,8 @@ class Decoded:
 
     def read(self, name: str, out: Tensor | Quantised, io: DiskIO) -> None:
         """Fill `out`, as `Checkpoint.read`."""
-        form, name = self.format(name), name.removesuffix(COPY)
+        form = self.format(name)
+        name = name.removesuffix(COPY)
         stored = self._source.find(name)
         if form == stored.format:
             self._source.read(name, out, io)

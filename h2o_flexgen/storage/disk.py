@@ -28,13 +28,13 @@ THREADS = 4
 
 
 class File:
-    """A file that several threads read and write at offsets. All calls raise UserError where the system refuses.
+    """A file that several threads read and write at offsets. All calls raise UserError if the system refuses them.
 
     `direct` requests bypass the page cache (O_DIRECT) if offset and address are multiples of 4096 and the file system
-    agrees; else they go through it.
+    allows it; others go through it.
 
     Args:
-        writable: it is a new one, which nobody else may read.
+        writable: make a new file, which nobody else may read.
     """
 
     def __init__(self, path: Path, writable: bool = False):
@@ -48,7 +48,7 @@ class File:
             if writable:
                 raise _cannot_write(path.parent, e) from None
             raise UserError(f"cannot open {path}: {e.strerror}") from None
-        with suppress(OSError, AttributeError):  # this file system or this system has no O_DIRECT
+        with suppress(OSError, AttributeError):  # no O_DIRECT on this file system or this system
             # not by its path, where another file may be by now
             self.direct_fd = os.open(f"/proc/self/fd/{self.fd}", flags | os.O_DIRECT | os.O_CLOEXEC)
         self.device = os.fstat(self.fd).st_dev
@@ -58,7 +58,7 @@ class File:
         return os.fstat(self.fd).st_size
 
     def allocate(self, nbytes: int) -> None:
-        """Reserve the space, so that a full disk shows before the run."""
+        """Reserve the space, so that a full disk is found before the run."""
         if nbytes:
             try:
                 os.posix_fallocate(self.fd, 0, nbytes)
@@ -66,7 +66,7 @@ class File:
                 raise _cannot_write(self.path.parent, e) from None
 
     def read_at(self, view: memoryview, offset: int, direct: bool = False) -> int:
-        """Fill `view`; returns its bytes. Raises UserError if the file ends before."""
+        """Fill `view`; returns its bytes. Raises UserError if the file is too short."""
         try:
             return self._move(lambda fd, part, at: os.preadv(fd, [part], at), view, offset, direct)
         except OSError as e:
@@ -80,7 +80,7 @@ class File:
             raise _cannot_write(self.path.parent, e) from None
 
     def _move(self, call, view: memoryview, offset: int, direct: bool) -> int:
-        """Repeat `call(fd, part, at)` until all is moved: whole pages directly, the rest through the page cache."""
+        """Repeat `call(fd, part, at)` until all is moved; if `direct`, whole pages past the page cache."""
         whole = len(view) - len(view) % PAGE if direct and self.direct_fd is not None else 0
         done = 0
         while done < len(view):
@@ -90,7 +90,7 @@ class File:
             except OSError as e:
                 if fd == self.fd or e.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                     raise
-                whole = 0  # the file system refuses direct requests, or those at this offset or address
+                whole = 0  # the file system refuses all direct requests, or this one
                 continue
             if count == 0:
                 raise UserError(f"{self.path} ended at byte {offset + done}: the file was cut short")
@@ -109,14 +109,14 @@ class File:
         self.close()
 
 
-#: urgency of requests: a write holds memory until it is done; a read is wanted next; a prefetch is wanted a layer later
+#: urgency of requests: a write holds memory until done; a read is needed next; a prefetch is needed a layer later
 WRITE, READ, PREFETCH = range(3)
-#: bytes of a large prefetch: 8 MiB of a tensor, and the page more that it takes if it begins within a page
+#: bytes of a large prefetch: 8 MiB of a tensor, and one page more for a tensor that begins within a page
 LARGE = (8 << 20) + PAGE
 
 
 class RequestQueue:
-    """Threads that take requests to one file system: the most urgent ones first, of those the oldest."""
+    """Threads that take requests to one file system: the most urgent first, and among those the oldest."""
 
     def __init__(self, threads: int):
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="disk")
@@ -151,8 +151,8 @@ class DiskIO:
     system. Counts the bytes moved.
 
     Attributes:
-        large_prefetches: prefetch in requests of LARGE bytes. They cost compute less; but reads of the KV cache would
-            wait longer for those that run.
+        large_prefetches: prefetch in requests of LARGE bytes. They take less time from compute, but reads of the KV
+            cache would wait longer for running ones.
     """
 
     def __init__(self, threads: int = THREADS, request: int = REQUEST):
@@ -166,8 +166,8 @@ class DiskIO:
     def read(
         self, file: File, array: np.ndarray, offset: int, direct: bool = False, prefetch: bool = False
     ) -> list[Future]:
-        """Start to fill `array` from `offset`. The futures of the requests, in the order of their parts of the array,
-        return the bytes of each. `prefetch`: start only while no other request waits."""
+        """Start to fill `array` from `offset`. Returns a future for each request, in the order of their parts of the
+        array; its result is their bytes. `prefetch`: start only while no other request waits."""
         with self._lock:
             self.read_bytes += array.nbytes
             return self._submit(PREFETCH if prefetch else READ, file.read_at, file, array, offset, direct)
@@ -206,15 +206,15 @@ def wait(futures: list[Future]) -> None:
 
 class OffloadFolder:
     """What one job keeps on disk: files in the folder `root` whose names are removed at once. Nobody else can open such
-    a file, and the system frees its space when this process ends, even if it is killed. So whose the folder is does not
-    matter: one that is missing is made for this user alone."""
+    a file, and the system frees its space when this process ends, even if it is killed. So it does not matter who owns
+    the folder; a missing one is made private to this user."""
 
     def __init__(self, root: Path):
         self.root = root
         self._files: list[File] = []
 
     def file(self, name: str, nbytes: int) -> File:
-        """A new file of `nbytes`, its space reserved. Raises UserError if the folder cannot be written, or is full."""
+        """A new file of `nbytes`, its space reserved. Raises UserError if the folder is full or cannot be written."""
         try:
             make_private(self.root)
         except OSError as e:
@@ -242,17 +242,17 @@ def _cannot_write(folder: Path, e: OSError) -> UserError:
 
 
 def default_root() -> Path:
-    """The folder for what jobs offload, unless a job names one."""
+    """The offload folder of jobs that name none."""
     named = os.environ.get("H2O_FLEXGEN_OFFLOAD")
     return Path(named) if named else cache_folder("offload")
 
 
 def request_bytes(nbytes: int, most: int = REQUEST, threads: int = THREADS) -> int:
-    """How large the requests are in which so many bytes are read or written: cut so that every thread has a part, but
-    not smaller than LEAST_REQUEST."""
+    """Size of the requests that `nbytes` are read or written in: a part for every thread, but no less than
+    LEAST_REQUEST."""
     return min(most, max(LEAST_REQUEST, aligned(-(-nbytes // threads))))
 
 
 def requests(nbytes: int) -> int:
-    """How many requests that is."""
+    """Number of requests that `nbytes` are read or written in."""
     return -(-nbytes // request_bytes(nbytes))

@@ -22,15 +22,15 @@ from h2o_flexgen.storage.stored import Stored
 from h2o_flexgen.utils import interrupts
 from h2o_flexgen.utils.progress import bar
 
-#: standard deviation of random weights, as OPT starts training with
+#: standard deviation of random weights, the one OPT starts training with
 STD = 0.02
-#: elements that all random tensors share, since drawing 60 GB of them would take many minutes
+#: random elements that all tensors share, since drawing 60 GB of them would take many minutes
 POOL = 1 << 22
 
 
 class DummyCheckpoint:
-    """Random weights with the methods of `Checkpoint`, "stored" in 16 bits as those that are published, or compressed.
-    Matrices are normally distributed, norms 1, biases 0.
+    """Random weights with the methods of `Checkpoint`, "stored" in 16 bits like published ones, or compressed. Matrices
+    are normally distributed, norms 1, biases 0.
 
     A tensor's elements depend on its name alone, not on its tier: a pool of random elements, rotated by a hash of the
     name. `layers`: the tensors of the model; `dtype`: of the computation.
@@ -52,7 +52,7 @@ class DummyCheckpoint:
         return self.formats[name]
 
     def on_disk(self, names: list[str], make_file, io: DiskIO, progress: bool) -> dict[str, Stored]:
-        """Write the tensors to a file of the offload folder, one after the other, each from the start of a page."""
+        """Write the tensors one after the other to a file of the offload folder, each from the start of a page."""
         if not names:
             return {}
         sizes = (aligned(self.formats[name].nbytes(self.shapes[name])) for name in names)
@@ -72,7 +72,7 @@ class DummyCheckpoint:
         return stored
 
     def read(self, name: str, out: Tensor | Quantised, io: DiskIO) -> None:
-        """Fill `out`, contiguous, of any float dtype or of the tensor's format, on any device."""
+        """Fill `out`, as `Checkpoint.read`."""
         if isinstance(out, Quantised):
             out.raw.copy_(self._encoded(name))
             return
@@ -84,7 +84,7 @@ class DummyCheckpoint:
             flat[at : at + len(part)].copy_(part)
 
     def _parts(self, name: str) -> Iterator[tuple[int, Tensor]]:
-        """A matrix, part by part: the index of the part's first element, its elements."""
+        """A matrix, part by part: (index of the first element, elements)."""
         count = prod(self.shapes[name])
         for at in range(0, count, POOL):
             yield at, self._random(name, min(POOL, count - at))
@@ -100,8 +100,9 @@ class DummyCheckpoint:
         return iter((self._encoded(name),))
 
     def _encoded(self, name: str) -> Tensor:
-        """The bytes of a matrix that is compressed, whose rows in the pool begin anew now and then."""
-        form, (rows, width) = self.formats[name], self.shapes[name]
+        """The bytes of a compressed matrix, whose rows repeat once the pool is used up."""
+        form = self.formats[name]
+        rows, width = self.shapes[name]
         step = min(rows, POOL // width)
         buffer = torch.empty(form.nbytes((rows, width)), dtype=torch.uint8)
         begins = range(0, rows, step)

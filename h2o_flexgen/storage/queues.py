@@ -15,7 +15,7 @@ KV_BUFFERS = 3
 
 
 class TransferQueue:
-    """Moves one kind of data in one direction, by threads of its own, on CUDA also a stream. Jobs start in order, up to
+    """Moves one kind of data in one direction, on threads of its own and, on CUDA, a stream. Jobs start in order, up to
     `workers` at a time, and run beside compute; without `overlap` they have ended before `submit` returns."""
 
     def __init__(self, device: Device, name: str, overlap: bool = True, workers: int = 1):
@@ -28,11 +28,11 @@ class TransferQueue:
         """Run `job` once `after` (an event of `Device.record`) has happened. The future's result is an event behind
         everything that the job queued on the stream."""
         future = self._pool.submit(self.run, job, after)
-        if not self.overlap and future.exception() is None:  # it waits
+        if not self.overlap and future.exception() is None:  # `exception` waits
             finish(future.result())
         return future
 
-    @torch.inference_mode()  # of each thread; tensors made in this mode can be changed in no other
+    @torch.inference_mode()  # set per thread; tensors made in it can be changed in no other mode
     def run(self, job: Callable[[], None], after=None):
         """Run a job on the queue's stream; returns the event behind what it queued."""
         if self.stream is None:
@@ -45,12 +45,12 @@ class TransferQueue:
             return self.device.record()
 
     def close(self) -> None:
-        """The running jobs end, waiting ones are cancelled."""
+        """Wait for running jobs and cancel waiting ones."""
         self._pool.shutdown(wait=True, cancel_futures=True)
 
 
 class StagingBuffers:
-    """`count` device buffers of `nbytes` that streamed data takes in turn; none where `nbytes` is 0."""
+    """`count` device buffers of `nbytes` that streamed data takes in turn; none if `nbytes` is 0."""
 
     def __init__(self, device: Device, nbytes: int, count: int):
         self.buffers = [device.buffer(nbytes) for _ in range(count)] if nbytes else []

@@ -1,4 +1,4 @@
-"""A tensor in a file, and how it is read: whole, by pages, or a part at a time."""
+"""Tensors in files, and how they are read: whole, by pages, or a part at a time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from h2o_flexgen.machine.pages import PAGE, aligned
 from h2o_flexgen.storage.disk import DiskIO, File, wait
 from h2o_flexgen.utils import interrupts
 
-#: elements that are read at once where a tensor must be converted or checked
+#: elements read at once where a tensor must be converted or checked
 PART = 1 << 22
 
 
@@ -28,11 +28,11 @@ class Stored:
     file: File
     offset: int
     shape: tuple[int, ...]
-    format: Format | str  # what is no float has safetensors' name of its dtype, and is never read
+    format: Format | str  # of a tensor that is not float, safetensors' name of its dtype; it is never read
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the bytes as they are moved."""
+        """The dtype that its bytes are moved in."""
         return self.format.dtype
 
     @property
@@ -40,42 +40,58 @@ class Stored:
         return self.format.nbytes(self.shape)
 
     def equals(self, other: Stored) -> bool:
-        """Whether the two are alike in shape, format and every byte."""
+        """Whether both have the same shape, format and bytes."""
         if (self.shape, self.format) != (other.shape, other.format):
             return False
-        sides = [(x.file.fd, x.offset) for x in (self, other)]
-        parts = range(0, self.nbytes, PART)
-        reads = ([os.pread(fd, min(PART, self.nbytes - n), at + n) for fd, at in sides] for n in parts)
-        return all(a == b for a, b in reads)
+        return all(self._part(at) == other._part(at) for at in range(0, self.nbytes, PART))
+
+    def _part(self, at: int) -> bytes:
+        return os.pread(self.file.fd, min(PART, self.nbytes - at), self.offset + at)
+
+
+@dataclass
+class HostCopy:
+    """The copy of a tensor in RAM to the device, with the methods of `PagedRead`."""
+
+    source: Tensor
+    target: Tensor
+    requests = ()
+
+    def start(self, io: DiskIO) -> None:
+        """Nothing is read."""
+
+    def finish(self) -> int:
+        copy(self.target, self.source)
+        return self.target.nbytes
 
 
 @dataclass
 class PagedRead:
-    """A stored tensor that is read by whole pages, page for page as in the file, so that O_DIRECT is possible."""
+    """A stored tensor that is read in whole pages, laid out as in the file, so that O_DIRECT is possible."""
 
     stored: Stored
-    span: Tensor  # bytes to read into, from the start of a page, as many as `sizes.staging_span` says
-    target: Tensor | None = None  # of as many elements, or bytes, on another device, to which it is copied then
-    requests: list[Future] = field(default_factory=list)  # those that read it, once it is started
+    span: Tensor  # `staging_span` bytes to read into, page-aligned
+    target: Tensor | None = None  # on another device, of the same size: it is copied there
+    requests: list[Future] = field(default_factory=list)  # the reads, since `start`
 
     def __post_init__(self):
         self.phase = self.stored.offset % PAGE  # bytes of the first page before the tensor
-        # elements that are not aligned at the phase move to the start of the span: the format asks for no alignment
+        # elements that this leaves unaligned move to the start of the span: safetensors does not align them
         self.begin = 0 if self.phase % self.stored.format.alignment else self.phase
 
     @property
     def tensor(self) -> Tensor | Quantised:
-        """In the span."""
+        """The tensor in the span."""
         return self.stored.format.view(self.span[self.begin :], self.stored.shape)
 
-    def start(self, io: DiskIO, direct: bool) -> None:
+    def start(self, io: DiskIO) -> None:
         """Request the pages as a prefetch: behind all other requests."""
         first = self.stored.offset - self.phase
         nbytes = min(aligned(self.phase + self.stored.nbytes), self.stored.file.size - first)
-        self.requests = io.read(self.stored.file, self.span[:nbytes].numpy(), first, direct, prefetch=True)
+        self.requests = io.read(self.stored.file, self.span[:nbytes].numpy(), first, direct=True, prefetch=True)
 
     def finish(self) -> int:
-        """Align the tensor, and copy it to the target, each part as soon as it is read. Returns the bytes copied."""
+        """Align the tensor and copy it to the target, each part as soon as it is read. Returns the bytes copied."""
         if self.begin != self.phase:
             wait(self.requests)
             copy(self.span[self.begin :][: self.stored.nbytes], self.span[self.phase :][: self.stored.nbytes])
@@ -94,8 +110,7 @@ class PagedRead:
 
 
 def parts_of(stored: Stored, io: DiskIO) -> Iterator[tuple[int, Tensor]]:
-    """A tensor's elements part by part, through one buffer: (index of the first, elements); of one that is quantised
-    its bytes."""
+    """A tensor's elements, or a quantised one's bytes, part by part through one buffer: (index of the first, part)."""
     count = stored.nbytes // stored.dtype.itemsize
     buffer = torch.empty(min(PART, count), dtype=stored.dtype)
     for at in range(0, count, PART):
@@ -106,7 +121,7 @@ def parts_of(stored: Stored, io: DiskIO) -> Iterator[tuple[int, Tensor]]:
 
 
 def rows_of(stored: Stored, io: DiskIO) -> Iterator[tuple[int, Tensor | Quantised]]:
-    """A matrix part by part: (first row, rows). One with heads is a single part, since their rows have no order."""
+    """A matrix part by part: (first row, rows). A matrix with heads is one part, since its rows are reordered."""
     (rows, width) = stored.shape
     form = stored.format
     step = rows if form.heads else max(1, PART // width)
@@ -117,7 +132,7 @@ def rows_of(stored: Stored, io: DiskIO) -> Iterator[tuple[int, Tensor | Quantise
 
 
 def read_rows(stored: Stored, runs: Seq[range], io: DiskIO) -> Tensor:
-    """The bytes of a matrix made of some rows of a stored one, which are given as runs of neighbours."""
+    """The bytes of the matrix that some rows of a stored one make; `runs`: of neighbouring rows."""
     count = sum(map(len, runs))
     width = stored.shape[1]
     buffer = torch.empty(stored.format.nbytes((count, width)), dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""The ways between the tiers: requests to the disk, transfer queues, and the files of what is offloaded."""
+"""The links between the tiers: disk requests, transfer queues, and the files of the offload folder."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Transport:
     """What the stores of one device share.
 
     Args:
-        offload_root: folder for the files of what is offloaded.
+        offload_root: the offload folder.
         overlap: transfers run beside compute.
 
     Attributes:
@@ -37,12 +37,12 @@ class Transport:
         self._copied = {"cpu_to_gpu": 0, "gpu_to_cpu": 0}
         self._lock = threading.Lock()
 
-    def to_gpu(self, dst: Tensor, src: Tensor) -> None:
+    def to_device(self, dst: Tensor, src: Tensor) -> None:
         """Copy from RAM to the device, on the current stream."""
         copy(dst, src)
         self.count("cpu_to_gpu", dst.nbytes)
 
-    def to_cpu(self, dst: Tensor, src: Tensor) -> None:
+    def to_host(self, dst: Tensor, src: Tensor) -> None:
         """Copy from the device to RAM, on the current stream."""
         copy(dst, src)
         self.count("gpu_to_cpu", dst.nbytes)
@@ -69,7 +69,7 @@ class Transport:
         return 0 if self._folder is None else self._folder.size()
 
     def close(self) -> None:
-        """Wait for the transfers that run, drop those that wait, and remove the files."""
+        """Wait for running transfers, drop waiting ones, and remove the files."""
         for queue in self.queues.values():
             queue.close()
         self.io.close()

@@ -6,14 +6,15 @@
     |<----- `written` ---->|          |<-- `rows` --->|
 
 A row is one token of each sequence, first all K, then all V, in whole pages; its slots stay in RAM. Reading the block
-reads what was written and the rows, and replays the rows in order.
+reads K and V and the rows, and replays the rows in order.
 
-Compaction writes K and V again and empties the log. A cache that grows is compacted whenever its last segment in use is
-full, from the first segment that the log has changed on: so a step reads the tokens that the cache holds and no empty
-slot. A cache of fixed size is compacted when the log is full: then reading rows has cost as much as writing K and V.
+Compaction rewrites K and V and empties the log. A cache that grows is compacted whenever its last segment in use is
+full, starting at the first segment that the log has changed: so a step reads the tokens that the cache holds and no
+empty slot. A cache of fixed size is compacted when the log is full: by then reading rows has cost as much as writing K
+and V.
 
-Where a sequence takes a place its part of K and V is written, in whole pages. They hold parts of its neighbours too, as
-new as what the log puts there again. What the log has of the sequence that was there before is void.
+Where a sequence takes a place, its part of K and V is written, in whole pages. These also hold parts of its neighbours,
+as new as what the log replays over them. The log's tokens of the sequence that had the place before become void.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from h2o_flexgen.storage.disk import DiskIO, File, wait
 
 
 def file_bytes(layout: KVLayout) -> int:
-    """Bytes on disk of a KV block and its log: K and V, and every row, take whole pages, which direct requests need."""
+    """Bytes on disk of a KV block and its log. K and V, and every row, take whole pages, which direct requests need."""
     return aligned(layout.kv_bytes) + wal_rows(layout.segments) * aligned(layout.row_bytes)
 
 
@@ -40,7 +41,7 @@ def slots_bytes(layout: KVLayout) -> int:
 
 
 class LoggedBlock:
-    """One KV block in `file` from `offset`. Calls return when their reads or writes have ended."""
+    """One KV block in `file` from `offset` on. Calls return when their reads or writes have ended."""
 
     def __init__(self, io: DiskIO, file: File, offset: int):
         self.io = io
@@ -50,7 +51,7 @@ class LoggedBlock:
     def begin(self, layout: KVLayout) -> None:
         """Start with an empty cache of this layout."""
         self.layout = layout
-        self.written = 0  # bytes of K and V in the file, but for the tokens of the log
+        self.written = 0  # bytes of K and V in the file, the log aside
         self.rows = 0  # tokens per sequence in the log
         self._slots = np.empty((wal_rows(layout.segments), layout.batch, layout.heads), np.int32)  # -1: void
         self._log_begin = aligned(layout.kv_bytes)
@@ -58,14 +59,14 @@ class LoggedBlock:
 
     def is_due(self, cached_len: int) -> bool:
         """Whether the next step, which leaves `cached_len` slots in use, compacts the block instead of appending."""
-        # behind the last segment no other begins: its rows may stay in the log
+        # no segment begins behind the last one: its rows may stay in the log
         return self.rows == len(self._slots) or cached_len in self.layout.ends[:-1]
 
     def dirty(self, cached_len: int, slots: Tensor | None = None) -> slice:
-        """The bytes that `compact` has to write with `cached_len` slots in use. `slots`: of the newest token, if all
-        others are in the file; None if nothing is."""
+        """The bytes that `compact` has to write with `cached_len` slots in use. `slots`: those of the newest token, if
+        the file holds all others; None if it holds nothing."""
         begin = 0
-        if slots is not None and self.layout.growth == "append":  # then they are on the CPU
+        if slots is not None and self.layout.growth == "append":  # on the CPU
             logged = self._slots[: self.rows]
             first = int(logged.min(initial=int(slots.min()), where=logged >= 0))
             begin = min(self.layout.bytes_before(first), self.written) // PAGE * PAGE
@@ -78,13 +79,13 @@ class LoggedBlock:
         self.rows += 1
 
     def changed(self, places: list[int], count: int, used: int) -> list[tuple[int, int]]:
-        """Forget what the log has of the sequences before those that have come to `places`. Returns the (begin, end) of
-        the pages that `write` must write for these, if the first `count` places are in use, and `used` bytes of K and
-        V."""
+        """Void the log's tokens of the sequences that had `places` before. Returns the (begin, end) of the pages that
+        `write` must write for those that took them, with the first `count` places and `used` bytes of K and V in
+        use."""
         self._slots[: self.rows, places] = -1
         self._slots[: self.rows, count:] = -1
         spans = [span for place in places for span in self.layout.row_spans(place, used)]
-        if used > self.written:  # a segment of which only the log has tokens
+        if used > self.written:  # a segment whose tokens are all in the log
             spans.append((self.written, used))
         self.written = used
         pages = []
@@ -103,7 +104,7 @@ class LoggedBlock:
         wait([request for each in requests for request in each])
 
     def compact(self, kv: np.ndarray, part: slice) -> None:
-        """Write a `part` of K and V that begins with a page, up to the end of those in use, and empty the log."""
+        """Write a page-aligned `part` of K and V, which ends with those in use, and empty the log."""
         self.write(kv, [(part.start, aligned(part.stop))])
         self.written = part.stop
         self.rows = 0
@@ -116,11 +117,11 @@ class LoggedBlock:
         reads = [self.io.read(self.file, buffer[a:b], self.offset + a, True) for a, b in spans]
         wait([read for each in reads for read in each])
         kv = buffer[:used]
-        kv[self.written :] = 0  # a segment of which only the log has tokens
+        kv[self.written :] = 0  # a segment whose tokens are all in the log
         if self.rows:
             rows = buffer[self._log_begin : log_end].reshape(self.rows, -1)[:, : self.layout.row_bytes]
             slots = self._slots[: self.rows]
-            # the others are of longer sequences that have ended
+            # the other slots are those of longer sequences, which have ended
             self.layout.put(kv, rows, np.where(slots < used // self.layout.row_bytes, slots, -1))
 
 

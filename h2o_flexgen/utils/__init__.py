@@ -1,1 +1,1 @@
-"""Files, signals, progress bars: what any program needs, and nothing of models."""
+"""Files, signals and progress bars; knows nothing about models."""

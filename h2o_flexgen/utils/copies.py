@@ -1,5 +1,4 @@
-"""Copies of a model's files in a form that can be used as it is: made once, kept in the cache folder, and known by what
-the files hold."""
+"""Converted copies of a model's files: made once, kept in the cache folder, and identified by the files' contents."""
 
 from __future__ import annotations
 
@@ -17,13 +16,13 @@ from pathlib import Path
 from h2o_flexgen.utils import interrupts
 from h2o_flexgen.utils.files import cache_folder, make_private, open_regular, read_bytes, samples, sync
 
-#: a number to increase when a conversion gives something else than before, so that old copies are not used
+#: to be increased when the result of a conversion changes, so that old copies are not used
 CONVERSION = 3
-#: the file in a copy that says what it is made of, and what each of its files is
+#: the file in a copy that records its sources and a digest of each of its files
 RECORD = "copy.json"
-#: how copies are called
+#: names of copies
 NAME = re.compile("[0-9a-f]{16}")
-#: of a file larger than SMALL bytes, the first HEAD bytes are checked, which hold the header of one of weights
+#: of a file larger than SMALL bytes only the first HEAD bytes are checked, which hold the header of weights
 SMALL = 1 << 25
 HEAD = 1 << 16
 
@@ -31,17 +30,17 @@ log = logging.getLogger(__name__)
 
 
 def converted(sources: list[Path], kind: str, make: Callable[[Path], None], room: str = "converted") -> Path:
-    """The folder of what `make(folder)` makes of some files: made once, and again when the files change or the copy is
-    not as it was made. One that the same files had before they changed is removed.
+    """The folder with the result of `make(folder)`: made once, and again if sources change or the copy is damaged. A
+    copy of earlier versions of the sources is removed.
 
-    Two processes that want the same make it once; one that is killed leaves nothing that another would take as whole.
+    Two processes make the same copy only once; a process that is killed leaves nothing that looks complete.
 
     Args:
-        kind: what is made of the files.
-        room: the folder in the cache folder. One process at a time makes copies in each.
+        kind: what is made from the files.
+        room: a folder in the cache folder; only one process at a time makes copies in it.
 
     Raises:
-        UserError: a source cannot be read, or the cache folder is another user's.
+        UserError: a source cannot be read, or the cache folder belongs to another user.
         OSError: the folder cannot be written; and what `make` raises.
     """
     key = hashlib.sha256(f"{CONVERSION} {kind}".encode())
@@ -56,9 +55,9 @@ def converted(sources: list[Path], kind: str, make: Callable[[Path], None], room
     origin = {"kind": hashlib.sha256(kind.encode()).hexdigest(), "sources": [str(path.resolve()) for path in sources]}
     with open(open_regular(root / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW), "rb") as lock:
         _wait_for(lock, root)
-        if not _is_whole(target):  # another process may have made it meanwhile
+        if not _is_whole(target):  # another process may have made it
             if os.path.lexists(target):
-                log.warning("the copy %s is damaged: it is made again", target)
+                log.warning("the copy %s is damaged: making it again", target)
                 _remove(target)
             _remove_older(root, origin)
             _make(target, origin, make)
@@ -66,28 +65,28 @@ def converted(sources: list[Path], kind: str, make: Callable[[Path], None], room
 
 
 def _wait_for(lock, root: Path) -> None:
-    """Lock a file; only one process converts at a time, since each wants the whole disk."""
-    said = False
+    """Lock a file, so that only one process converts at a time: each needs the whole disk."""
+    has_warned = False
     while True:
         try:
             return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            if not said:
+            if not has_warned:
                 log.warning("waiting for another process, which converts a model into %s", root)
-            said = True
+            has_warned = True
             interrupts.check()
             time.sleep(0.1)
 
 
 def _make(target: Path, origin: dict, make: Callable[[Path], None]) -> None:
-    """All of it, or nothing."""
+    """Make a complete copy or none."""
     partial = target.with_name("partial")
-    _remove(partial)  # of a process that was killed
+    _remove(partial)  # left by a process that was killed
     partial.mkdir()
     try:
         make(partial)
         (partial / RECORD).write_text(json.dumps({**origin, "files": _files_of(partial)}))
-        for path in (*partial.rglob("*"), partial):  # else a loss of power might leave the name and no bytes
+        for path in (*partial.rglob("*"), partial):  # otherwise a power failure could leave a name without bytes
             sync(path)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
@@ -96,7 +95,7 @@ def _make(target: Path, origin: dict, make: Callable[[Path], None]) -> None:
 
 
 def _remove_older(root: Path, origin: dict) -> None:
-    """The copies of what the same files held before, and those of versions that wrote no record."""
+    """Remove copies of earlier versions of the same files, and copies without a record."""
     for folder in root.iterdir():
         record = _record(folder)
         is_old = NAME.fullmatch(folder.name) and record is None
@@ -105,7 +104,7 @@ def _remove_older(root: Path, origin: dict) -> None:
 
 
 def _remove(path: Path) -> None:
-    """A folder with all that is in it, or what is in the place of one."""
+    """Remove a folder with its contents, or whatever has its name."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -113,7 +112,7 @@ def _remove(path: Path) -> None:
 
 
 def _is_whole(folder: Path) -> bool:
-    """Whether a copy has the files that it was made with, by their sizes and headers."""
+    """Whether a copy still has all its files, judging by their sizes and headers."""
     record = _record(folder)
     try:
         return record is not None and record.get("files") == _files_of(folder)
@@ -130,7 +129,7 @@ def _record(folder: Path) -> dict | None:
 
 
 def _files_of(folder: Path) -> dict[str, list]:
-    """{name: [bytes, digest of its header, or of all of it]} of all files but the record."""
+    """{name: [bytes, digest of the file or its header]} of all files except the record."""
     found = {}
     for path in sorted(folder.rglob("*")):
         if path.is_dir() or path.name == RECORD:

@@ -1,4 +1,4 @@
-"""Files that a user names, and the folder of what is kept between jobs."""
+"""Files that a user names, and the cache folder."""
 
 from __future__ import annotations
 
@@ -13,22 +13,21 @@ from pathlib import Path
 
 from h2o_flexgen.errors import UserError
 
-#: for the end of a message about the cache folder
+#: end of a message about the cache folder
 OTHER_HOME = "make room there, or name a folder that can be written in H2O_FLEXGEN_HOME"
-#: for the end of a message about one that others can use
+#: end of a message about a cache folder that others can use
 OWN_FOLDER = "name a new folder of your own, which may be below it, in H2O_FLEXGEN_HOME"
-#: the most bytes of a JSON file, and of a text, that are read whole
+#: the most bytes of a JSON file and of a text
 JSON_BYTES = 100 << 20
 TEXT_BYTES = 1 << 30
-#: `samples` reads pieces of this many bytes
+#: size and number of the pieces that `samples` reads
 PIECE = 4096
-#: and this many of them
 PIECES = 64
 
 
 def open_regular(path: str | Path, flags: int = os.O_RDONLY, mode: int = 0o600) -> int:
-    """A descriptor of a regular file, opened with `flags`, and created with `mode` if they ask for it. A pipe or a
-    device is never waited for, nor is a link followed with O_NOFOLLOW. Raises OSError, also for anything else."""
+    """A descriptor of a regular file, opened with `flags` and created with `mode` if they include O_CREAT. Raises
+    OSError, also for anything that is not a regular file; never waits for a pipe or a device."""
     try:
         fd = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, mode)
     except OSError as e:
@@ -41,11 +40,11 @@ def open_regular(path: str | Path, flags: int = os.O_RDONLY, mode: int = 0o600) 
     os.close(fd)
     if stat.S_ISDIR(kind):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    raise OSError(errno.EINVAL, "it is not a regular file", str(path))
 
 
 def read_bytes(path: str | Path, most: int | None = None) -> bytes:
-    """What a regular file holds. Raises OSError if it cannot be read, or holds more than `most` bytes."""
+    """The contents of a regular file. Raises OSError if it cannot be read or has more than `most` bytes."""
     with open(open_regular(path), "rb") as file:
         content = file.read(-1 if most is None else most + 1)
     if most is not None and len(content) > most:
@@ -54,17 +53,17 @@ def read_bytes(path: str | Path, most: int | None = None) -> bytes:
 
 
 def read_json(what: str, path: str | Path):
-    """What a JSON file holds. Raises UserError, which calls the file `what`."""
+    """The contents of a JSON file, called `what` in messages. Raises UserError."""
     try:
         return json.loads(read_bytes(path, JSON_BYTES))
     except OSError as e:
         raise UserError(f"cannot read {what} {path}: {e.strerror}") from None
-    except (ValueError, RecursionError) as e:  # ValueError: neither JSON nor text, or a number of thousands of digits
+    except (ValueError, RecursionError) as e:  # ValueError: not JSON or not text, or thousands of digits
         raise UserError(f"{what} {path} is not JSON: {e}") from None
 
 
 def read_text(what: str, path: str | Path) -> str:
-    """What a text file holds. Raises UserError, which calls the file `what`."""
+    """The contents of a text file, called `what` in messages. Raises UserError."""
     try:
         return read_bytes(path, TEXT_BYTES).decode("utf-8")
     except OSError as e:
@@ -74,8 +73,8 @@ def read_text(what: str, path: str | Path) -> str:
 
 
 def check_small(what: str, path: Path) -> None:
-    """Raises UserError, which calls it `what`, for a file that no library should be given to read: a pipe or a device,
-    one that may not be read, or a huge one. A missing file is fine."""
+    """Raises UserError for a file, called `what`, that no library should try to read: a pipe, a device, an unreadable
+    file or a huge one. A missing file is fine."""
     try:
         fd = open_regular(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -89,8 +88,8 @@ def check_small(what: str, path: Path) -> None:
 
 
 def samples(path: Path) -> bytes:
-    """A digest of a file's size and of pieces of it at even distances: of all of it up to 256 KiB. Its path and times
-    do not count. Raises UserError if it cannot be read."""
+    """A digest of a file's size and of evenly spaced pieces of it; of all of it up to 256 KiB. Independent of its path
+    and times. Raises UserError if it cannot be read."""
     try:
         fd = open_regular(path)
         try:
@@ -106,8 +105,7 @@ def samples(path: Path) -> bytes:
 
 
 def check_writable(name: str, path: str) -> None:
-    """Raises UserError, which calls the file `name`, if it could not be written at the end of a job. A link is
-    followed."""
+    """Raises UserError if a file, called `name`, cannot be written at the end of a job. Links are followed."""
     target = os.path.realpath(path)
     folder = os.path.dirname(target)
     if os.path.isdir(target):
@@ -119,7 +117,7 @@ def check_writable(name: str, path: str) -> None:
 
 
 def write_text(name: str, path: str, text: str) -> None:
-    """Raises UserError, which calls the file `name`; for a pipe, too, that nobody reads."""
+    """Raises UserError if the file, called `name`, cannot be written, or is a pipe that nobody reads."""
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
         os.set_blocking(fd, True)
@@ -130,7 +128,7 @@ def write_text(name: str, path: str, text: str) -> None:
 
 
 def to_json(data, indent: int = 0, width: int = 120) -> str:
-    """JSON with one line for whatever fits on a line; plain values that follow each other share lines."""
+    """JSON with a line for each value that fits on one; consecutive plain values share lines."""
     flat = json.dumps(data)
     if not isinstance(data, (dict, list)) or len(flat) + indent <= width:
         return flat
@@ -148,12 +146,11 @@ def to_json(data, indent: int = 0, width: int = 120) -> str:
             lines.append(item)
         shares = is_plain
     pad = "\n" + " " * (indent + 1)
-    first, last = flat[0], flat[-1]
-    return f"{first}{pad}{f',{pad}'.join(lines)}{pad[:-1]}{last}"
+    return flat[0] + pad + f",{pad}".join(lines) + pad[:-1] + flat[-1]
 
 
 def rounded(data, digits: int = 6):
-    """Every float in `data` to so many significant digits."""
+    """`data` with every float rounded to `digits` significant digits."""
     if isinstance(data, float):
         return float(f"{data:.{digits}g}")
     if isinstance(data, dict):
@@ -162,7 +159,7 @@ def rounded(data, digits: int = 6):
 
 
 def sync(path: Path) -> None:
-    """Let a file or a folder reach the disk."""
+    """Flush a file or a folder to disk."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -171,27 +168,27 @@ def sync(path: Path) -> None:
 
 
 def cache_root() -> Path:
-    """The folder for what is kept between jobs. Raises UserError if there is none, or as `check_private`."""
+    """The cache folder. Raises UserError if there is no place for it, or as `check_private`."""
     if home := os.environ.get("H2O_FLEXGEN_HOME"):
         root = Path(home)
     else:
         try:
             root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "h2o_flexgen"
         except RuntimeError:
-            raise UserError("this user has no home folder: name one for what is kept in H2O_FLEXGEN_HOME") from None
+            raise UserError("this user has no home folder: name a cache folder in H2O_FLEXGEN_HOME") from None
     check_private(root)
     return root
 
 
 def cache_folder(name: str) -> Path:
-    """A folder in `cache_root`, which `make_private` makes. Raises UserError likewise."""
+    """A folder in `cache_root`, not yet made. Raises UserError as that does."""
     folder = cache_root() / name
     check_private(folder)
     return folder
 
 
 def make_private(folder: Path) -> None:
-    """Make a folder, and those above it that are missing, for this user alone. Raises OSError."""
+    """Make a folder and its missing parents, for this user alone. Raises OSError."""
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
     except FileNotFoundError:
@@ -200,13 +197,13 @@ def make_private(folder: Path) -> None:
 
 
 def check_private(folder: Path) -> None:
-    """Raises UserError for a folder that another user could use to hand this one files: it must belong to this user or
-    to root, and nobody else may write in it. A group may that only this user is in, as with a umask of 002; all may in
-    one with the sticky bit, such as /tmp, since what is in it is checked too."""
+    """Raises UserError for a folder in which another user could plant files. It must belong to this user or root, and
+    nobody else may write in it, except a group with only this user, as with a umask of 002. A folder with the sticky
+    bit, such as /tmp, is fine, since its contents are checked too."""
     try:
         found = folder.stat()
         owners = {found.st_uid, folder.lstat().st_uid}
-    except OSError:  # it is made later, or that says why not
+    except OSError:  # it is made later, and any error is raised then
         return
     if not stat.S_ISDIR(found.st_mode):
         return
@@ -218,7 +215,7 @@ def check_private(folder: Path) -> None:
 
 
 def _is_own_group(gid: int) -> bool:
-    """Whether only this user is in a group: it is named after the user, as many systems make one for each."""
+    """Whether a group has the user's name and no other member, as many systems make one for each user."""
     try:
         user = pwd.getpwuid(os.geteuid())
         group = grp.getgrgid(gid)

@@ -1,9 +1,9 @@
 """Signals that end a job early.
 
-While a job loads and runs (`deferred`), the first signal only waits for the next `check`, so that no exception strikes
-within the engine's threads and locks. There is a check for every tensor that is loaded, every layer, every micro-batch
-of prefill and every batch's attention. A second signal ends a command at once, and loses nothing: finished rows are on
-the disk, and temporary files have no names.
+While a job loads and runs (`deferred`), the first signal waits for the next `check`, so that no exception is raised
+within the engine's threads and locks. There is a check for every loaded tensor, every layer, every micro-batch of
+prefill and every batch's attention. A second signal ends a command immediately, and loses nothing: finished rows are on
+disk, and temporary files have no names.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from contextlib import contextmanager
 
 from h2o_flexgen.errors import Interrupted
 
-#: signals that end a job, which keeps its finished rows; SIGHUP: its terminal has gone
+#: signals that end a job, which keeps its finished rows
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 _running = False  # within `deferred`
-_waiting: int | None = None  # the signal that waits for a check
+_waiting: int | None = None  # a signal that waits for a check
 _second = signal.SIG_DFL  # the handler of a second signal
 
 
 def take_over() -> None:
-    """Let the signals that end a job raise Interrupted, as the commands want it."""
+    """Make the signals that end a job raise Interrupted, as commands need it."""
     for s in STOPPING:
-        if s != signal.SIGHUP or signal.getsignal(s) != signal.SIG_IGN:  # ignored: it is nohup's job
+        if s != signal.SIGHUP or signal.getsignal(s) != signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(s, interrupt)
 
 
 def interrupt(signum, frame) -> None:
-    """The handler of a first signal."""
+    """The handler of the first signal."""
     global _waiting
     for s in STOPPING:
         if signal.getsignal(s) is interrupt:
@@ -52,8 +52,8 @@ def check() -> None:
 
 @contextmanager
 def deferred() -> Iterator[None]:
-    """Inside, a signal waits for a `check`; the end is one. Outside a command this goes for Ctrl-C alone, and a second
-    one meets the handler that was there before. In other threads than the main one nothing happens: they get none."""
+    """Inside, a signal waits for a `check`, as on exit. Outside a command this only concerns Ctrl-C, and a second one
+    goes to the previous handler. Does nothing outside the main thread, which receives all signals."""
     global _running, _second
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -1,4 +1,4 @@
-"""Progress on stderr: a bar in a terminal, and in a log file a plain line now and then."""
+"""Progress on stderr: a bar in a terminal, an occasional plain line in a log file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 
 from tqdm import tqdm
 
-#: seconds after which a log gets another line, and after which it gets one if another tenth is done
+#: seconds between lines of a log, and the fewest after which another tenth of the work is worth a line
 LINE_SECONDS = 60.0
 TENTH_SECONDS = 5.0
 
@@ -22,13 +22,13 @@ def bar(
     show: bool = True,
     leave: bool = False,
 ) -> tqdm | Lines:
-    """Progress of a loop over `iterable`, or of what `update` counts up to `total`.
+    """Progress of a loop over `iterable`, or of `update` up to `total`.
 
     Args:
         desc: what is being done.
-        unit: of what is counted; "B" is shown with prefixes, as 1.2G.
-        show: False for none.
-        leave: it stays on the screen when it has ended; in a log file the last line is always written.
+        unit: of the count; "B" is shown with prefixes, like 1.2G.
+        show: False for no output.
+        leave: keep the bar on the screen at the end, or always write the last line in a log file.
     """
     if show and not sys.stderr.isatty():
         return Lines(iterable, desc, total, unit, leave)
@@ -38,7 +38,7 @@ def bar(
 
 
 class Lines:
-    """What is used of a tqdm bar, for a log file: no line is ever written over."""
+    """The used part of tqdm's interface for a log file, where no line is overwritten."""
 
     def __init__(self, iterable: Iterable | None, desc: str, total: int | None, unit: str, leave: bool):
         self.iterable = iterable
@@ -49,7 +49,8 @@ class Lines:
         self.n = 0
         self.postfix = ""
         self.start = time.monotonic()
-        self.last, self.last_time = 0, self.start  # of the last line
+        self.last = 0  # count and time of the last line
+        self.last_time = self.start
 
     def __iter__(self) -> Iterator:
         with self:

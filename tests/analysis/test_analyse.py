@@ -1,4 +1,4 @@
-"""The command: figures of a tiny model as a table, as JSON and as a plot; and what it refuses before anything runs."""
+"""The command `analyse`: results of a tiny model as text, JSON and plot, and what it refuses before it runs."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from cli_tools import TINY, last_line, write_model
+from command_tools import TINY, last_line, write_model
 from safetensors.torch import load_file, save_file
 
 from h2o_flexgen.analysis import plot
-from h2o_flexgen.commands import analyse
+from h2o_flexgen.commands.main import main
 from h2o_flexgen.jobs.input import builtin_text
 from h2o_flexgen.machine import memory
 
-pytest_plugins = ["cli_tools"]
+pytest_plugins = ["command_tools"]
 
 SHORT = ("--prompt-len", 30, "--gen-len", 20, "--windows", 2, "--hh-size", 3)
 
@@ -35,7 +35,7 @@ def analysed(capfd):
 
     def run(*argv) -> tuple[int, str, str]:
         capfd.readouterr()
-        code = analyse.main([str(a) for a in argv])
+        code = main(["analyse", *map(str, argv)])
         return code, *capfd.readouterr()
 
     return run
@@ -59,11 +59,11 @@ def refused(analysed, monkeypatch):
 @pytest.fixture(scope="module")
 def result(texts, text, tmp_path_factory) -> dict:
     path = tmp_path_factory.mktemp("result") / "analysis.json"
-    assert analyse.main([str(text), "--model", str(texts), *map(str, SHORT), "--output", str(path)]) == 0
+    assert main(["analyse", str(text), "--model", str(texts), *map(str, SHORT), "--output", str(path)]) == 0
     return json.loads(path.read_text())
 
 
-def test_it_tells_what_it_writes(analysed, texts, text, tmp_path, result):
+def test_it_prints_what_it_writes(analysed, texts, text, tmp_path, result):
     path = tmp_path / "analysis.json"
     code, out, err = analysed(text, "--model", texts, *SHORT, "--output", path)
     assert code == 0, err
@@ -75,7 +75,7 @@ def test_it_tells_what_it_writes(analysed, texts, text, tmp_path, result):
         assert float(line.split()[-2]) == pytest.approx(row["perplexity"], rel=1e-3)
 
 
-def test_what_it_writes_is_whole(result):
+def test_the_result_is_complete(result):
     assert result["text"] == "text.txt" and result["kv_budget"] == {"heavy": 3, "recent": 3, "rule": "h2o"}
     layers = TINY["num_hidden_layers"]
     assert len(result["sparsity"]["by_layer"]) == len(result["overlap"]["by_layer"]) == layers
@@ -119,7 +119,7 @@ def test_files_that_cannot_be_read_or_written(refused, texts, text, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "options, say",
+    "options, message",
     [
         (("--kv-rule", "best"), "unknown --kv-rule 'best'; known: h2o"),
         (("--kv-rule", "h2o:first=9"), "protects 9 + 0 tokens"),
@@ -133,8 +133,8 @@ def test_files_that_cannot_be_read_or_written(refused, texts, text, tmp_path):
         (("--model", "/no/such/model"), "no such folder"),
     ],
 )
-def test_options(refused, texts, text, options, say):
-    assert say in refused(text, "--model", texts, *SHORT, *options)
+def test_options(refused, texts, text, options, message):
+    assert message in refused(text, "--model", texts, *SHORT, *options)
 
 
 def test_a_text_that_is_too_short(refused, texts, text):

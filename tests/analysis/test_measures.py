@@ -1,8 +1,9 @@
-"""Each figure against a computation that is slow and obvious."""
+"""Each measure against a slow and obvious computation."""
 
 from __future__ import annotations
 
 from math import log
+from statistics import correlation, fmean
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ from h2o_flexgen.analysis.words import REACH, Words, pearson
 from h2o_flexgen.analysis.words import ranks as places
 from h2o_flexgen.kv_cache import make_rule
 
-N, PROMPT = 40, 24
+N = 40
+PROMPT = 24
 
 
 def random(*shape: int) -> torch.Tensor:
@@ -37,7 +39,8 @@ def attentions(tiny):
 @pytest.mark.parametrize("name", ["opt", "llama", "gpt_neox"])
 def test_an_observation_is_of_the_attention_of_transformers(tiny, attentions, name):
     (ids,) = torch.tensor(tiny(name).prompts([N]))
-    model, p = resident(tiny(name)), attentions(name, ids)
+    model = resident(tiny(name))
+    p = attentions(name, ids)
     seen = observe(model, ids, PROMPT)
     for layer in range(model.spec.layers):
         small = pairs = 0
@@ -54,7 +57,7 @@ def test_an_observation_is_of_the_attention_of_transformers(tiny, attentions, na
         assert seen.prompt_received[layer] == pytest.approx(received[1], abs=1e-4)
 
 
-def test_what_no_query_can_see_is_no_sparsity():
+def test_masked_pairs_are_not_sparsity():
     p = torch.full((1, 4, 4), 0.25).tril()
     assert sparsity.negligible(p / p.sum(-1, keepdim=True)) == 0
     p[0, 3] = torch.tensor([0.99, 0.0099, 0.0001, 0.0])
@@ -65,15 +68,16 @@ def test_the_exponent_of_a_power_law_is_found():
     rank = torch.arange(1, 301).double()
     assert ranks.fit_power_law(3 * rank**-0.7) == pytest.approx((0.7, 3.0, 1.0))
     bent = rank**-0.7
-    bent[0], bent[150:] = 50.0, 1e-9  # neither the first nor the last half count
+    bent[0] = 50.0  # neither this nor the last half count
+    bent[150:] = 1e-9
     assert ranks.fit_power_law(bent).exponent == pytest.approx(0.7)
     assert ranks.fit_power_law(bent * random(300).double().add(0.5)).r2 < 0.99
 
 
 def test_the_curve_is_the_mean_of_what_each_head_ranks():
     received = random(2, 3, 7)
-    each = [sorted((x / row.sum()).item() for x in row) for text in received for row in text]
-    expected = [sum(row[-1 - r] for row in each) / 6 for r in range(7)]
+    ranked = [sorted((row / row.sum()).tolist(), reverse=True) for row in received.flatten(0, 1)]
+    expected = [fmean(shares) for shares in zip(*ranked)]
     assert ranks.curve(received).tolist() == pytest.approx(expected)
 
 
@@ -81,7 +85,9 @@ def test_words_are_counted_pair_by_pair():
     ids = torch.randint(0, 9, (3, N), generator=torch.Generator().manual_seed(1))
     received = random(3, N)
     words = Words.of(ids, received)
-    co_occurrences, score, occurrences = ({w: 0.0 for w in range(9)} for _ in range(3))
+    co_occurrences = dict.fromkeys(range(9), 0.0)
+    score = dict.fromkeys(range(9), 0.0)
+    occurrences = dict.fromkeys(range(9), 0.0)
     for text, attention in zip(ids.tolist(), received.tolist()):
         for j in range(1, N):
             occurrences[text[j]] += 1
@@ -94,11 +100,9 @@ def test_words_are_counted_pair_by_pair():
 
 def test_correlations():
     assert places(torch.tensor([3.0, 1.0, 3.0, 2.0])).tolist() == [3.5, 1, 3.5, 2]
-    a, b = [1.0, 2.0, 4.0, 9.0], [2.0, 1.0, 5.0, 6.0]
-    mean_a, mean_b = sum(a) / 4, sum(b) / 4
-    covariance = sum((x - mean_a) * (y - mean_b) for x, y in zip(a, b))
-    spread = [sum((x - mean) ** 2 for x in values) for values, mean in ((a, mean_a), (b, mean_b))]
-    assert pearson(torch.tensor(a), torch.tensor(b)) == pytest.approx(covariance / (spread[0] * spread[1]) ** 0.5)
+    a = [1.0, 2.0, 4.0, 9.0]
+    b = [2.0, 1.0, 5.0, 6.0]
+    assert pearson(torch.tensor(a), torch.tensor(b)) == pytest.approx(correlation(a, b))
     ones = torch.ones(3)
     found = Words(torch.tensor([1.0, 10.0, 100.0]), ones, torch.tensor([1.0, 2.0, 4.0])).correlations()
     assert found["summed"] == pytest.approx({"spearman": 1.0, "pearson_of_logs": 1.0})
@@ -122,7 +126,9 @@ def test_overlaps_are_shares_of_sets():
     foreseen = future.kept_with_future(random(3, 2, N).view(2, 3, N), PROMPT, 4, 5)
     slots, heavy, chance = future.overlaps(kept, foreseen, 5)
     for layer in range(2):
-        shares, heavy_shares, by_chance = [], [], []
+        shares = []
+        heavy_shares = []
+        by_chance = []
         for h in range(3):
             for step in range(N - PROMPT):
                 ours, theirs = (set(x[layer, h, step].nonzero()[:, 0].tolist()) for x in (kept, foreseen))
@@ -146,10 +152,11 @@ def test_others_are_as_many_and_none_of_the_chosen():
 
 
 def activations(hf, name: str, ids: torch.Tensor) -> list[torch.Tensor]:
-    """What transformers' activation functions return, layer by layer (N, inner)."""
+    """The outputs of transformers' activation functions, layer by layer (N, inner)."""
     layers = hf.model.decoder.layers if name == "opt" else hf.base_model.layers
     of = {"opt": lambda layer: layer.activation_fn, "llama": lambda layer: layer.mlp.act_fn}
-    found, hooks = [], []
+    found = []
+    hooks = []
     for function in {of.get(name, lambda layer: layer.mlp.act)(layer) for layer in layers}:
         hooks.append(function.register_forward_hook(lambda m, i, out: found.append(out.reshape(len(ids), -1).clone())))
     with torch.inference_mode():
@@ -169,7 +176,7 @@ def test_a_neuron_is_active_by_what_its_activation_function_returns(tiny, name):
     for layer, x in enumerate(found):
         for neuron in range(model.spec.inner):
             each = [row[neuron] > 0 if name == "opt" else abs(row[neuron]) > 0.01 * max(abs(row)) for row in x]
-            assert abs(int(seen.active[layer, neuron]) - sum(each)) <= 1  # of a close call
+            assert abs(int(seen.active[layer, neuron]) - sum(each)) <= 1  # a close call
 
 
 def test_the_most_active_neurons_carry_their_share():
@@ -178,12 +185,13 @@ def test_the_most_active_neurons_carry_their_share():
     assert neurons.carried(frequency, 0.2) == pytest.approx(0.7)
 
 
-def test_a_study_puts_them_together(tiny):
-    model, windows = resident(tiny("llama")), torch.tensor(tiny("llama").prompts([N] * 2))
+def test_a_study_holds_all_results(tiny):
+    model = resident(tiny("llama"))
+    windows = torch.tensor(tiny("llama").prompts([N] * 2))
     found = study(model, windows, PROMPT, make_rule("h2o", 4, 5), progress=False)
     seen = [observe(model, ids, PROMPT) for ids in windows]
-    by_layer = [sum(float(each.negligible[layer]) for each in seen) / 2 for layer in range(model.spec.layers)]
-    assert found["sparsity"]["by_layer"] == pytest.approx(by_layer)
+    by_layer = (seen[0].negligible + seen[1].negligible) / 2
+    assert found["sparsity"]["by_layer"] == pytest.approx(by_layer.tolist())
     active = (seen[0].active + seen[1].active).double() / (2 * N)
     assert found["neurons"]["mean"] == pytest.approx(float(active.mean()))
     full = torch.stack([each.logprobs for each in seen]).mean()

@@ -1,4 +1,4 @@
-"""A mask must give what real dropping gives, to the last token: who is kept, and every log-probability."""
+"""Masks must match real dropping to the last token: the tokens kept, and every log-probability."""
 
 from __future__ import annotations
 
@@ -17,14 +17,17 @@ from h2o_flexgen.planning.workload import Workload
 
 #: one query head per KV head and several, RoPE for whole heads and for parts
 MODELS = ("opt", "llama", "llama_groups_of_3_wide_heads_linear", "gpt_neox")
-HEAVY, RECENT = 22, 4  # room for what any rule protects by default
-PROMPT, LENGTH = 33, 60
+#: room for the tokens that any rule protects by default
+HEAVY = 22
+RECENT = 4
+PROMPT = 33
+LENGTH = 60
 
 
 @pytest.fixture
 def dropping(monkeypatch):
     """dropping(model, texts, rule, heavy, recent) -> the engine's log-probabilities (B, M), and for each decode step
-    and layer the positions in the cache (B, KV, slots), the newest token's and that of the one about to go too."""
+    and layer the positions in the cache (B, KV, slots), including the newest token's and the next to be evicted."""
 
     def run(model, texts, rule, heavy=HEAVY, recent=RECENT):
         positions = []
@@ -47,7 +50,7 @@ def dropping(monkeypatch):
 
 
 def rule_of(model, text, heavy=3, recent=4, count=2):
-    """As the engine has it for windows of LENGTH tokens."""
+    """The engine's rule for windows of LENGTH tokens."""
     workload = Workload((PROMPT,) * count, LENGTH - PROMPT)
     return rule_for(KVBudget.from_size(heavy, recent, text), workload.longest, workload.gen_len, model.spec)
 
@@ -60,8 +63,8 @@ def test_masks_give_what_dropping_gives(tiny, dropping, name, rule):
     logprobs, positions = dropping(tiny(name), texts, rule)
     run = simulate(model, torch.tensor(texts), PROMPT, rule_of(model, rule, HEAVY, RECENT))
     assert run.logprobs == pytest.approx(logprobs, abs=1e-4)
-    layers, M = model.spec.layers, LENGTH - PROMPT
-    assert run.kept.shape == (layers, 2, model.spec.kv_heads, M, LENGTH)
+    layers = model.spec.layers
+    assert run.kept.shape == (layers, 2, model.spec.kv_heads, LENGTH - PROMPT, LENGTH)
     for n, held in enumerate(positions):
         step, layer = divmod(n, layers)
         for b, h in torch.cartesian_prod(torch.arange(2), torch.arange(model.spec.kv_heads)).tolist():
@@ -72,7 +75,8 @@ def test_masks_give_what_dropping_gives(tiny, dropping, name, rule):
 def test_masks_know_the_slots_of_each_layer(tiny, dropping, tmp_path):
     losses = {"budgets": [0.05, 0.1, 0.2, 0.5], "losses": [[0.1, 0.05, 0.02, 0], [8, 4, 1, 0]]}
     (tmp_path / "layers.json").write_text(json.dumps(losses))
-    texts, rule = tiny("llama").prompts([LENGTH] * 2), f"smoothed:layers={tmp_path / 'layers.json'}"
+    texts = tiny("llama").prompts([LENGTH] * 2)
+    rule = f"smoothed:layers={tmp_path / 'layers.json'}"
     model = resident(tiny("llama"))
     logprobs, _ = dropping(tiny("llama"), texts, rule, 4, 5)
     run = simulate(model, torch.tensor(texts), PROMPT, rule_of(model, rule, 4, 5))
@@ -80,19 +84,21 @@ def test_masks_know_the_slots_of_each_layer(tiny, dropping, tmp_path):
     assert many > few and run.logprobs == pytest.approx(logprobs, abs=1e-4)
 
 
-def test_who_is_kept_is_whom_the_oracle_keeps(tiny):
+def test_the_kept_tokens_are_the_oracles(tiny):
     (text,) = tiny("llama").prompts([LENGTH])
     trace = tiny("llama").oracle.generate(text[:PROMPT], LENGTH - PROMPT, 3, 4, "h2o", forced=text[PROMPT:])
     run = simulate(resident(tiny("llama")), torch.tensor([text]), PROMPT, make_rule("h2o", 3, 4))
     assert run.logprobs[0].tolist() == pytest.approx(trace.logprobs, abs=1e-4)
     found = run.kept[:, 0].permute(2, 0, 1, 3)
     for step, layers in enumerate(trace.kept):
-        assert [[set(h.nonzero()[:, 0].tolist()) for h in layer] for layer in found[step]] == layers
+        for layer, heads in enumerate(layers):
+            assert [set(head.nonzero()[:, 0].tolist()) for head in found[step, layer]] == heads
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_one_pass_with_the_same_masks_gives_the_same(tiny, name):
-    model, ids = resident(tiny(name)), torch.tensor(tiny(name).prompts([LENGTH] * 2))
+    model = resident(tiny(name))
+    ids = torch.tensor(tiny(name).prompts([LENGTH] * 2))
     run = simulate(model, ids, PROMPT, make_rule("h2o", 3, 4))
     for b in range(2):
         found = masked_logprobs(model, ids[b], PROMPT, run.kept[:, b])
@@ -100,8 +106,9 @@ def test_one_pass_with_the_same_masks_gives_the_same(tiny, name):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_budget_for_all_and_a_mask_of_nothing_give_the_full_cache(tiny, name):
-    model, (text,) = resident(tiny(name)), tiny(name).prompts([LENGTH])
+def test_a_budget_for_all_tokens_and_an_empty_mask_give_the_full_cache(tiny, name):
+    model = resident(tiny(name))
+    (text,) = tiny(name).prompts([LENGTH])
     with LLM(str(tiny(name).folder), Policy(), device="cpu", dtype="float32", progress=False) as llm:
         full = llm.score([text], PROMPT)[0].token_logprobs
     run = simulate(model, torch.tensor([text]), PROMPT, make_rule("h2o", LENGTH, 1))
@@ -112,12 +119,13 @@ def test_a_budget_for_all_and_a_mask_of_nothing_give_the_full_cache(tiny, name):
     assert found.tolist() == pytest.approx(full, abs=1e-4)
 
 
-def test_a_masked_token_is_not_there(tiny):
-    """Behind the prompt it does not matter what a masked token says: the embedding and the keys are of another one."""
-    model, (text,) = resident(tiny("one_layer")), tiny("one_layer").prompts([LENGTH])
+def test_a_masked_token_has_no_effect(tiny):
+    """Behind the prompt a masked token can be replaced by any other."""
+    model = resident(tiny("one_layer"))
+    (text,) = tiny("one_layer").prompts([LENGTH])
     seen = torch.ones(1, model.spec.kv_heads, 1, LENGTH, dtype=torch.bool)
     seen[..., 5] = False
     other = [*text[:5], (text[5] + 1) % zoo.CONFIGS["one_layer"]["vocab_size"], *text[6:]]
     a, b = (masked_logprobs(model, torch.tensor(ids), PROMPT, seen) for ids in (text, other))
-    assert a[1:] == pytest.approx(b[1:], abs=1e-5)  # the first is what the prompt's last token sees
+    assert a[1:] == pytest.approx(b[1:], abs=1e-5)  # the first is predicted by the prompt's last token, which sees it
     assert abs(float(a[0] - b[0])) > 1e-3

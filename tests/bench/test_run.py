@@ -117,7 +117,7 @@ def test_every_row_has_peer_settings_and_valid_flags(name, monkeypatch):
         module = importlib.import_module(f"bench.systems.{what.module}")
         assert hasattr(module, "run") != (hasattr(module, "command") and hasattr(module, "result"))
         assert column(system) in tables.SYSTEMS
-        make_parser().parse_args(what.flags.format(hh_ratio=row.hh_ratio).split())
+        make_parser("generate").parse_args(what.flags.format(hh_ratio=row.hh_ratio).split())
 
 
 def test_the_budget_is_a_fifth_of_all_tokens():

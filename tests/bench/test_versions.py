@@ -12,7 +12,7 @@ from bench.versions import WORKLOADS, Workload
 from h2o_flexgen import Policy
 from h2o_flexgen.engine.sampling import Sampler
 
-pytest_plugins = ["cli_tools"]
+pytest_plugins = ["command_tools"]
 
 
 @pytest.fixture(autouse=True)

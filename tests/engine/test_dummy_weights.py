@@ -1,12 +1,12 @@
-"""Random weights: the same for every placement, and nothing needed but a config.json."""
+"""Random weights: the same for every placement, and made from a config.json alone."""
 
 from __future__ import annotations
 
 import shutil
 
-from cli_tools import ON_CPU, ON_DISK, ON_GPU, percent
+from command_tools import ON_CPU, ON_DISK, ON_GPU, percent
 
-pytest_plugins = ["cli_tools"]
+pytest_plugins = ["command_tools"]
 
 
 def test_dummy_weights_give_the_same_tokens_for_every_placement(generate, model):

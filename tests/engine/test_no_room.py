@@ -1,4 +1,4 @@
-"""Memory and disks that are too small or fail end in one line; nothing is left."""
+"""A job whose memory or disk is too small, or fails, ends with a one-line error and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ import errno
 import os
 
 import pytest
-from cli_tools import ON_CPU, ON_DISK, ON_GPU, SHORT, percent
+from command_tools import ON_CPU, ON_DISK, ON_GPU, SHORT, percent
 
-pytest_plugins = ["cli_tools"]
+pytest_plugins = ["command_tools"]
 
 
 @pytest.mark.parametrize(
     "where, cap, tier, advice",
     [
-        (ON_GPU, ("--gpu-mem", "0.0001"), "gpu tier", "--gpu-batch-size"),
+        (ON_GPU, ("--mem", "0.0001"), "RAM", "--gpu-batch-size"),
+        (ON_GPU, ("--gpu-mem", "0.0001"), "RAM", "--gpu-batch-size"),
         (ON_CPU, ("--cpu-mem", "0.00001"), "cpu tier", "batch sizes"),
         (ON_DISK, ("--disk-mem", "0.00001"), "disk tier", "--offload-dir"),
     ],
-    ids=["gpu", "cpu", "disk"],
+    ids=["mem", "gpu", "cpu", "disk"],
 )
 def test_a_plan_that_does_not_fit_a_tier(refused, model, where, cap, tier, advice):
     job = ("--prompt-len", "40", "--gen-len", "8", "--gpu-batch-size", "8")
@@ -30,7 +31,7 @@ def test_a_plan_that_does_not_fit_a_tier(refused, model, where, cap, tier, advic
 
 
 def test_nothing_fits_at_all(refused, model):
-    assert "tier" in refused("--model", model, *SHORT, "--gpu-mem", "0.0001", "--disk-mem", "0.00001")
+    assert "RAM is too small" in refused("--model", model, *SHORT, "--gpu-mem", "0.0001", "--disk-mem", "0.00001")
 
 
 def test_a_plan_that_does_not_fit_the_ram(refused, model, monkeypatch):
@@ -115,7 +116,7 @@ def test_a_read_only_offload_folder(refused, model, read_only):
 
 
 def test_a_small_disk(refused, model, small_disk, monkeypatch):
-    """A real file system of 2 MiB: the plan sees that it is too small; without the plan the kernel says so."""
+    """A real file system of 2 MiB: the plan sees that it is too small, and without the plan the kernel does."""
     job = ("--model", model, "--prompt-len", "40", "--gen-len", "8", "--gpu-batch-size", "256", *percent(ON_DISK))
     message = refused(*job, "--offload-dir", small_disk)
     assert "disk tier" in message

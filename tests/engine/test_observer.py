@@ -7,16 +7,17 @@ import pytest
 from h2o_flexgen import LLM, Policy, SamplingParams
 from h2o_flexgen.engine.observer import Observer
 
-pytest_plugins = ["cli_tools"]
+pytest_plugins = ["command_tools"]
 
 PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13]]
 
 
 class Watch(Observer):
-    """Keeps what it is told. `stop`: the event at which it ends the job."""
+    """Records events. `stop`: the event at which it ends the job."""
 
     def __init__(self, stop: str = ""):
-        self.seen, self.stop = [], stop
+        self.seen = []
+        self.stop = stop
 
     def see(self, name, *what):
         self.seen.append((name, *what))
@@ -40,13 +41,14 @@ class Watch(Observer):
 
 
 def watched(model, watch: Watch):
-    policy, params = Policy(1, 2), [SamplingParams(max_tokens=n, ignore_eos=True) for n in (3, 2, 3)]
+    policy = Policy(1, 2)
+    params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (3, 2, 3)]
     with LLM(str(model), policy, device="cpu", dtype="float32", progress=False, observer=watch) as llm:
         return llm.generate(PROMPTS, params)
 
 
 def test_every_event_comes_in_its_place(model):
-    """The longest prompt comes first; the last row when a place is free."""
+    """The longest prompt comes first, and the last row enters when a place is free."""
     watch = Watch()
     watched(model, watch)
     layers = [("layer", j) for j in range(5)]
@@ -61,8 +63,9 @@ def test_every_event_comes_in_its_place(model):
     ]
 
 
-def test_a_pass_tells_rows_that_come_beside_those_that_run(model):
-    watch, params = Watch(), [SamplingParams(max_tokens=n, ignore_eos=True) for n in (2, 1, 4)]
+def test_new_rows_join_a_pass_with_running_ones(model):
+    watch = Watch()
+    params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (2, 1, 4)]
     with LLM(str(model), Policy(2), device="cpu", dtype="float32", progress=False, observer=watch) as llm:
         llm.generate(PROMPTS, params)
     told = [event for event in watch.seen if event[0] in ("pass", "finished")]

@@ -1,4 +1,4 @@
-"""Outputs are handed on as soon as they are whole."""
+"""Outputs are handed on as soon as they are complete."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import pytest
 from h2o_flexgen import LLM, Policy, SamplingParams
 from h2o_flexgen.engine.observer import Observer
 
-pytest_plugins = ["cli_tools"]
+pytest_plugins = ["command_tools"]
 
 
 @pytest.mark.parametrize("policy", [Policy(1, 2), Policy(2, 1)], ids=["in batches", "in a batch"])
-def test_a_row_that_has_ended_is_there_before_the_others_have(model, policy):
-    """One of two ends at its stop token, the other goes on for several steps."""
-    seen, steps = [], iter(range(10**6))
+def test_an_output_arrives_before_other_rows_have_ended(model, policy):
+    """One of two ends at its stop token, the other continues for several steps."""
+    seen = []
+    steps = iter(range(10**6))
 
     class Progress(Observer):
         def on_layer(self, j):
@@ -21,7 +22,8 @@ def test_a_row_that_has_ended_is_there_before_the_others_have(model, policy):
                 next(steps)
 
     options = dict(device="cpu", dtype="float32", progress=False, observer=Progress())
-    prompts, params = [[5, 6, 7], [8, 9]], SamplingParams(temperature=1.0, max_tokens=8)
+    prompts = [[5, 6, 7], [8, 9]]
+    params = SamplingParams(temperature=1.0, max_tokens=8)
     with LLM(str(model), policy, **options) as llm:
         first, second = (output.outputs[0].token_ids for output in llm.generate(prompts, params))
         llm.eos_ids = frozenset([next(token for token in first[:4] if token not in second)])

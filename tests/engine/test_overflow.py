@@ -1,4 +1,4 @@
-"""A sequence whose hidden states overflow fails alone; a checkpoint that is broken is named."""
+"""A sequence whose hidden states overflow fails alone; a broken checkpoint is reported."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams, UserError
 from h2o_flexgen.engine import prefixes, sampling
 from h2o_flexgen.kv_cache import full as full_cache
 
-ALL_GPU, ALL_CPU, ALL_DISK = (100, 0, 100, 0, 100, 0), (0, 100, 0, 100, 0, 100), (0, 0, 0, 0, 0, 0)
+ALL_GPU = (100, 0, 100, 0, 100, 0)
+ALL_CPU = (0, 100, 0, 100, 0, 100)
+ALL_DISK = (0, 0, 0, 0, 0, 0)
 MIXED = (33, 33, 33, 33, 33, 33)
 
 
@@ -28,7 +30,7 @@ def poisoned(tmp_path_factory):
             model = zoo.build("untied_projected", folder, do_layer_norm_before=True, num_hidden_layers=3)
             with torch.no_grad():
                 model.hf.model.decoder.embed_tokens.weight[token] = 3e38
-                model.hf.lm_head.weight[token] = 0  # nobody says it
+                model.hf.lm_head.weight[token] = 0  # never generated
             model.hf.save_pretrained(folder)
             made[token] = zoo.Tiny("poisoned", model.hf, folder)
         return made[token]
@@ -64,12 +66,13 @@ POLICIES = {
 
 @pytest.mark.parametrize("n, policy", [*enumerate(POLICIES)], ids=POLICIES)
 def test_a_sequence_that_overflows_fails_alone(poisoned, monkeypatch, n, policy):
-    """With H2O and with a full cache in turns."""
-    policy, (token, overlap, budget) = POLICIES[policy], [(7, True, (4, 4)), (0, False, None)][n % 2]
+    """Alternating between H2O and a full cache."""
+    policy = POLICIES[policy]
+    (token, overlap, budget) = [(7, True, (4, 4)), (0, False, None)][n % 2]
     monkeypatch.setattr(full_cache, "SEGMENT", 4)
     model = poisoned(token)
     prompts = healthy_prompts(model, token, LENGTHS, 18, budget)
-    bad = {1: 16, 4: 3, 7: 0, 8: 9}  # prompt: where the token stands
+    bad = {1: 16, 4: 3, 7: 0, 8: 9}  # {prompt: position of the token}
     for n, at in bad.items():
         prompts.insert(n, prompts[n][:at] + [token] + prompts[n][at:])
     kv_budget = KVBudget.from_size(*budget) if budget else None
@@ -77,7 +80,7 @@ def test_a_sequence_that_overflows_fails_alone(poisoned, monkeypatch, n, policy)
     with LLM(
         str(model.folder), Policy(overlap=overlap, **policy), kv_budget, device="cpu", dtype="float32", progress=False
     ) as llm:
-        for _ in range(2):  # what is left in the buffers must not show in the next job either
+        for _ in range(2):  # data left in buffers must not affect the next job either
             outputs = llm.generate(prompts, params)
             for n, output in enumerate(outputs):
                 if n in bad:
@@ -90,8 +93,8 @@ def test_a_sequence_that_overflows_fails_alone(poisoned, monkeypatch, n, policy)
 
 
 @pytest.mark.parametrize("percent", [ALL_GPU, ALL_CPU, ALL_DISK], ids=["gpu", "cpu", "disk"])
-def test_a_sequence_that_overflows_after_its_end_harms_nobody(poisoned, monkeypatch, percent):
-    """What it leaves in its place must not reach who comes next to it, nor those beside it."""
+def test_a_sequence_that_overflows_after_its_end_is_unaffected(poisoned, monkeypatch, percent):
+    """Data left in its place must reach neither the next row there nor its neighbours."""
     monkeypatch.setattr(full_cache, "SEGMENT", 4)
     model = poisoned(7)
     prompts = healthy_prompts(model, 7, [20, 19, 9, 8], 18, None)
@@ -114,12 +117,13 @@ def test_a_sequence_that_overflows_after_its_end_harms_nobody(poisoned, monkeypa
 
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
-def test_a_shared_beginning_that_overflows_fails_its_rows_and_no_others(poisoned, monkeypatch, policy):
-    """And of rows behind a sound one, those that overflow themselves."""
+def test_a_shared_prefix_that_overflows_fails_only_its_rows(poisoned, monkeypatch, policy):
+    """Rows that share a sound prefix fail only if they overflow themselves."""
     monkeypatch.setattr(full_cache, "SEGMENT", 4)
     monkeypatch.setattr(prefixes, "LEAST_SAVED", 4)
     monkeypatch.setattr(prefixes, "LEAST_TOKENS", 1)
-    model, outputs = poisoned(7), [3, 12, 7, 12, 2, 9]
+    model = poisoned(7)
+    outputs = [3, 12, 7, 12, 2, 9]
     (begin,) = healthy_prompts(model, 7, [12], 12, None)
     good = [*healthy_prompts(model, 7, [4, 9, 3], 12, None, begin), *healthy_prompts(model, 7, [5, 16, 8], 12, None)]
     bad = [[*begin, 3, 7, 5], [*begin, 7], *([9, 7, *begin[:8], n] for n in (3, 4, 5))]
@@ -134,7 +138,7 @@ def test_a_shared_beginning_that_overflows_fails_its_rows_and_no_others(poisoned
 
 
 def test_a_block_in_which_everything_overflows_does_not_stop_the_others(poisoned):
-    """The longest prompts come first: that all of them fail says nothing about the rest."""
+    """The longest prompts come first, and if all of them fail the others may still run."""
     model = poisoned(7)
     good = healthy_prompts(model, 7, [5, 3], 6, None)
     prompts = [[7] * 20, good[0], [7] * 19, good[1]]

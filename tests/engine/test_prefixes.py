@@ -1,4 +1,4 @@
-"""What prompts have in common is found, whatever their order, and computed for as long as rows wait for it."""
+"""Shared prefixes are found, whatever the order of the prompts, and kept as long as rows wait for them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from h2o_flexgen.engine.prefixes import LEAST_SAVED, Node, order
 
 @pytest.fixture(autouse=True, scope="module")
 def small_savings():
-    """A node pays from three tokens on."""
+    """Makes nodes pay from three tokens on."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prefixes, "LEAST_SAVED", 3)
         patch.setattr(prefixes, "LEAST_TOKENS", 1)
@@ -33,13 +33,13 @@ def but_one(s: Sequence) -> int:
 
 
 def path(s: Sequence) -> list[list[int]]:
-    """The prompts of a row's nodes, from the first on."""
+    """The prompts of a row's nodes, from the root on."""
     return [node.prompt for node in s.path.path()] if s.path else []
 
 
 @st.composite
 def jobs(draw, most: int = 10) -> list[Sequence]:
-    """Rows of which some are cut from one another, so that they share beginnings of several depths."""
+    """Rows, some cut from others, so that they share prefixes of several depths."""
     prompts: list[list[int]] = []
     for _ in range(draw(st.integers(1, most))):
         begin = draw(st.sampled_from(prompts)) if prompts and draw(st.booleans()) else []
@@ -53,7 +53,7 @@ def jobs(draw, most: int = 10) -> list[Sequence]:
 
 @dataclass
 class Group:
-    """Rows, and the nodes that all of them are behind."""
+    """Rows, and the nodes that all of them share."""
 
     rows: list[Sequence]
     depth: int
@@ -69,7 +69,7 @@ def in_common(a: Sequence, b: Sequence, limits: dict[int, int]) -> int:
 
 
 def paths_of(rows: list[Sequence], limits: dict[int, int]) -> dict[int, list[list[int]]]:
-    """All pairs, again and again: rows with more in common than their group has are a group of their own, with a node
+    """Compares all pairs: rows that share more than their group does become a group of their own, with a node
     if it saves enough."""
     found = {s.index: [] for s in rows}
     groups = [Group(rows, 0, [])]
@@ -92,7 +92,7 @@ def paths_of(rows: list[Sequence], limits: dict[int, int]) -> dict[int, list[lis
 
 @given(rows=jobs(), data=st.data())
 def test_nodes_are_those_that_comparing_all_pairs_finds(rows, data):
-    """Whatever each row may share of its prompt: none stands between two others."""
+    """However much of its prompt each row may share: none separates two others."""
     limits = {s.index: data.draw(st.integers(0, len(s.prompt)), f"limit of {s.prompt}") for s in rows}
     found = order(rows, lambda s: limits[s.index], 0, {})
     assert sorted(s.index for s in found) == [s.index for s in rows]
@@ -113,8 +113,8 @@ def test_a_node_knows_its_parent_and_how_many_rows_wait_for_it(rows):
 
 
 @given(rows=jobs())
-def test_rows_behind_a_node_wait_beside_each_other(rows):
-    """So one path through the tree is alive at a time."""
+def test_rows_of_a_node_wait_next_to_each_other(rows):
+    """So that one path through the tree is alive at a time."""
     found = order(rows, but_one, 0, {})
     for node in {node for s in rows if s.path for node in s.path.path()}:
         places = [n for n, s in enumerate(found) if s.path and node in s.path.path()]
@@ -122,7 +122,7 @@ def test_rows_behind_a_node_wait_beside_each_other(rows):
 
 
 @given(rows=jobs())
-def test_of_rows_that_share_nothing_the_longest_come_first_and_equal_ones_in_their_order(rows):
+def test_rows_that_share_nothing_are_sorted_by_length_then_by_place(rows):
     found = order(rows, lambda s: 0, 0, {})
     assert all(s.path is None for s in rows)
     assert found == sorted(rows, key=lambda s: (-s.params.max_tokens, -len(s.prompt), s.index))
@@ -130,7 +130,7 @@ def test_of_rows_that_share_nothing_the_longest_come_first_and_equal_ones_in_the
 
 @given(rows=jobs())
 def test_the_same_rows_wait_in_the_same_order_in_every_process(rows):
-    """And not by where their nodes happen to lie in memory."""
+    """The order does not depend on the addresses of their nodes."""
     again = [row(s.index, s.prompt, s.params.max_tokens) for s in rows]
     first = order(rows, but_one, 0, {})
     litter = [Node(None, []) for _ in range(50)]
@@ -139,8 +139,8 @@ def test_the_same_rows_wait_in_the_same_order_in_every_process(rows):
 
 
 @given(rows=jobs(), more=jobs(4))
-def test_rows_behind_what_is_computed_come_first(rows, more):
-    """Also when others have come in the meantime."""
+def test_rows_of_computed_nodes_come_first(rows, more):
+    """Even if others have arrived in the meantime."""
     nodes: dict = {}
     first = order(rows, but_one, 0, nodes)[0]
     for node in first.path.path() if first.path else ():
@@ -148,15 +148,17 @@ def test_rows_behind_what_is_computed_come_first(rows, more):
     for n, s in enumerate(more):
         s.index = len(rows) + n
     found = order([*rows, *more], but_one, 0, nodes)
-    alive = [any(node.texts for node in s.path.path()) if s.path else False for s in found]
+    computed = lambda s: s.path is not None and any(node.texts for node in s.path.path())
+    alive = list(map(computed, found))
     assert alive == sorted(alive, reverse=True)
 
 
 # by example
 
 
-def test_a_beginning_within_a_beginning_is_a_node_within_a_node():
-    instructions, text = [1] * 6, [2] * 5
+def test_a_prefix_of_a_prefix_is_its_parent():
+    instructions = [1] * 6
+    text = [2] * 5
     prompts = [
         instructions + text + [3],
         instructions + text + [4, 4],
@@ -171,7 +173,7 @@ def test_a_beginning_within_a_beginning_is_a_node_within_a_node():
 
 
 @given(count=st.integers(2, 6), length=st.integers(4, 9))
-def test_of_identical_prompts_the_last_token_is_each_rows_own(count, length):
+def test_identical_prompts_share_all_but_their_last_token(count, length):
     rows = [row(n, [3] * length) for n in range(count)]
     order(rows, but_one, 0, {})
     assert [path(s) for s in rows] == [[[3] * (length - 1)]] * count
@@ -186,7 +188,7 @@ def test_a_node_saves_enough_over_all_of_its_rows(monkeypatch, count, tokens, sa
     assert all((s.path is not None) == saves for s in rows)
 
 
-def test_a_node_that_has_been_made_is_made_no_second_time():
+def test_an_existing_node_is_reused():
     nodes: dict = {}
     rows = [row(n, [1] * 5 + [2 + n]) for n in range(3)]
     order(rows, but_one, 0, nodes)
@@ -196,7 +198,7 @@ def test_a_node_that_has_been_made_is_made_no_second_time():
     assert {s.path for s in [*rows[1:], *more]} == {node} and node.waiting == 4
 
 
-def test_the_whole_text_of_a_node_is_that_of_its_parents_and_its_own():
+def test_the_text_of_a_node_begins_with_its_parents_text():
     first = Node(None, [1, 2])
     second = Node(first, [1, 2, 3])
     third = Node(second, [1, 2, 3, 4, 5])

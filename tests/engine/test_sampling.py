@@ -21,7 +21,7 @@ def logits_of(seed, rows=5, scale=2.0):
 
 
 def draw(logits, step=0, keys=None, **params):
-    """Of rows that have all generated `step` tokens."""
+    """Draws of rows that have all generated `step` tokens."""
     return sample(logits, [SamplingParams(**params)] * len(logits), draws(keys or range(len(logits)), step))
 
 
@@ -128,7 +128,7 @@ def test_other_seeds_keys_and_steps_draw_other_numbers():
     assert draw(row, 0, [0], **base)[0].item() == first
 
 
-#: what the rows of a batch may be drawn by, seeds aside
+#: sampling parameters of the rows of a batch, except seeds
 WAYS = [
     dict(),
     dict(temperature=1.0),
@@ -144,7 +144,7 @@ def test_every_row_is_drawn_by_its_own_parameters(seed, data, rows):
     ways = data.draw(st.lists(st.sampled_from(WAYS), min_size=rows, max_size=rows))
     seeds = data.draw(st.lists(st.integers(0, 2**64 - 1), min_size=rows, max_size=rows))
     params = [SamplingParams(**way, seed=seed, max_tokens=n + 1) for n, (way, seed) in enumerate(zip(ways, seeds))]
-    steps = data.draw(st.lists(st.integers(0, 9), min_size=rows, max_size=rows))  # each row has come when it could
+    steps = data.draw(st.lists(st.integers(0, 9), min_size=rows, max_size=rows))  # rows enter at different times
     tokens, logprobs = sample(logits, params, list(enumerate(steps)))
     for n, p in enumerate(params):
         alone = sample(logits[n : n + 1], [p], [(n, steps[n])])

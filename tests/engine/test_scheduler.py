@@ -1,4 +1,4 @@
-"""Every row runs once, in a place that is free, and what prompts share is computed before them and then let go."""
+"""Every row runs once, in a free place, and shared prefixes are computed before their prompts, then freed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from h2o_flexgen.engine.scheduler import BatchPass, Pass, Scheduler, compacted, 
 
 @pytest.fixture(autouse=True, scope="module")
 def small_numbers():
-    """A node pays from two tokens on, and few rows fill a matmul."""
+    """Makes nodes pay from two tokens on, and few rows fill a matmul."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prefixes, "LEAST_SAVED", 2)
         patch.setattr(prefixes, "LEAST_TOKENS", 1)
@@ -42,7 +42,7 @@ SLOTS = {
 
 @dataclass
 class Job:
-    """What a scheduler is made of, and after how many tokens each row ends."""
+    """The arguments of a scheduler, and after how many tokens each row ends."""
 
     prompts: list[list[int]]
     outputs: list[int]
@@ -92,7 +92,7 @@ def jobs(draw, slots=tuple(SLOTS), early=True, window=True) -> Job:
 
 @dataclass
 class Walked:
-    """A job that has been taken through its passes, as the engine does but without a model.
+    """A job that has been run through its passes, as by the engine but without a model.
 
     Attributes:
         held: (batch, place) -> the row whose cache is there.
@@ -105,7 +105,7 @@ class Walked:
     held: dict[tuple[int, int], Sequence] = field(default_factory=dict)
     computed: Counter = field(default_factory=Counter)
     alive: list[list[Node]] = field(default_factory=list)
-    will_end: list[dict[int, bool]] = field(default_factory=list)  # what each pass says of its batches
+    will_end: list[dict[int, bool]] = field(default_factory=list)  # of the batches of each pass
     lives: dict[Sequence, tuple[int, int]] = field(default_factory=dict)
 
     def __post_init__(self):
@@ -157,10 +157,10 @@ class Walked:
             node.texts.clear()
         piece.advance()
 
-    # what it was
+    # afterwards
 
     def batches(self) -> list[tuple[int, int, BatchPass]]:
-        """(pass, batch, what happens there) of all."""
+        """(pass, batch, its `BatchPass`) of all passes."""
         return [(n, k, each) for n, pass_ in enumerate(self.passes) for k, each in pass_.batches.items()]
 
     def pieces(self) -> list[Piece]:
@@ -178,7 +178,7 @@ class Walked:
 @settings(max_examples=60)
 @given(job=jobs())
 def test_every_row_runs_once_and_to_its_end(job):
-    """From the pass that it prefills in on, and without a break."""
+    """From the pass in which it prefills, without a gap."""
     walked = Walked(job)
     assert [len(s.tokens) for s in walked.all] == job.ends
     assert [s.length for s in walked.all] == [len(s.prompt) + len(s.tokens) - 1 for s in walked.all]
@@ -191,7 +191,7 @@ def test_every_row_runs_once_and_to_its_end(job):
 @settings(max_examples=60)
 @given(job=jobs())
 def test_places_say_where_rows_are_and_moves_where_they_were(job):
-    """The first places of a batch are in use, and no row moves but into a place that has become free."""
+    """The first places of a batch are in use, and rows move only to places that have become free."""
     walked = Walked(job)
     for n, k, each in walked.batches():
         before = walked.rows_before(n, k)
@@ -209,7 +209,7 @@ def test_places_say_where_rows_are_and_moves_where_they_were(job):
 @settings(max_examples=60)
 @given(job=jobs(slots=["alike"], window=False))
 def test_no_place_stays_free_while_rows_wait(job):
-    """But until `least` of them are."""
+    """Unless fewer than `least` are."""
     walked = Walked(job)
     for n, pass_ in enumerate(walked.passes):
         waiting = sum(walked.lives[s][0] > n for s in walked.all)
@@ -220,9 +220,10 @@ def test_no_place_stays_free_while_rows_wait(job):
 
 @settings(max_examples=60)
 @given(job=jobs())
-def test_an_empty_batch_is_laid_out_for_every_row_that_comes_to_it(job):
-    """Within what the job has allocated, in each kind of layer."""
-    walked, room = Walked(job), {}
+def test_an_empty_batch_is_laid_out_for_every_row_that_enters_it(job):
+    """And within the job's allocation, in each kind of layer."""
+    walked = Walked(job)
+    room = {}
     slots = SLOTS[job.slots]
     for n, k, each in walked.batches():
         is_empty = all(walked.lives[s][1] < n for s in walked.rows_before(n, k))
@@ -240,7 +241,7 @@ def fits(needed: tuple[int, ...], room: tuple[int, ...]) -> bool:
 @settings(max_examples=60)
 @given(job=jobs(early=False))
 def test_rows_that_end_by_their_length_are_known_to_end(job):
-    """So nothing is fetched for them any more, and nothing at all in the last pass."""
+    """So that nothing more is fetched for them, and nothing at all in the last pass."""
     walked = Walked(job)
     for n, k, each in walked.batches():
         assert walked.will_end[n][k] == all(walked.lives[s][1] == n for s in each.rows)
@@ -249,24 +250,32 @@ def test_rows_that_end_by_their_length_are_known_to_end(job):
 
 
 @given(job=jobs())
-def test_a_job_is_scheduled_alike_whenever_it_runs(job):
-    def said(walked: Walked) -> list:
-        return [(k, [s.index for s in each.rows], each.moves, each.places) for _, k, each in walked.batches()]
+def test_a_job_is_always_scheduled_in_the_same_way(job):
+    """Wherever its nodes, which are kept in sets, are in memory."""
 
-    first, litter = Walked(job), [Node(None, []) for _ in range(50)]
+    def batches(walked: Walked) -> list:
+        return [(k, indices(each.rows), each.moves, each.places) for _, k, each in walked.batches()]
+
+    first = Walked(job)
+    litter = [Node(None, []) for _ in range(50)]
     del litter[::2]
     again = Walked(job)
-    assert said(first) == said(again)
+    assert batches(first) == batches(again)
     assert [shape(pass_) for pass_ in first.passes] == [shape(pass_) for pass_ in again.passes]
 
 
+def indices(rows: list) -> list[int]:
+    return [s.index for s in rows]
+
+
 def shape(pass_: Pass) -> list:
-    """The pieces of each chunk."""
-    return [[(type(piece), piece.batch, piece.places, piece.ids()) for piece in chunk.pieces] for chunk in pass_.chunks]
+    """The number of pieces of each chunk, and what is in them."""
+    sizes = [len(chunk.pieces) for chunk in pass_.chunks]
+    return [sizes, *((type(piece), piece.batch, piece.places, piece.ids()) for piece in pass_.pieces)]
 
 
 def test_rows_are_read_as_they_are_needed():
-    """Of thousands of prompts a few are in memory: those that wait, and one more, which says that there are others."""
+    """Few of thousands of prompts are in memory: those that wait, and one more, which shows that there are others."""
     read = []
 
     def rows():
@@ -279,7 +288,8 @@ def test_rows_are_read_as_they_are_needed():
         assert len(scheduler.waiting) <= 8
         assert len(read) - len(scheduler.waiting) <= 1 + 1 + max(s.index for s in pass_.rows)
         for s in pass_.rows:
-            s.length, s.prompt_end = s.length + 1, 2
+            s.length = s.length + 1
+            s.prompt_end = 2
             s.tokens.append(0)
             s.finish_reason = "length" if len(s.tokens) == 2 else None
     assert read == list(range(100))
@@ -293,18 +303,18 @@ def test_the_last_rows_move_into_the_places_of_those_that_have_ended(ended):
     found = compacted(rows)
     left = [s for s in rows if s.finish_reason is None]
     assert set(found.rows) == set(left) and len(found.rows) == len(left)
-    assert len(found.moves) == sum(ended[: len(left)])  # no more than must
+    assert len(found.moves) == sum(ended[: len(left)])  # no more than needed
     for source, target in found.moves:
         rows[target] = rows[source]
     assert found.rows == rows[: len(left)] and found.places == [target for _, target in found.moves]
 
 
-# what they compute
+# pieces
 
 
 @settings(max_examples=60)
 @given(job=jobs())
-def test_every_token_is_computed_once_and_prompts_behind_what_they_share(job):
+def test_every_token_is_computed_once_and_prefixes_before_their_prompts(job):
     walked = Walked(job)
     own = Counter()
     for piece in walked.pieces():
@@ -321,7 +331,7 @@ def test_every_token_is_computed_once_and_prompts_behind_what_they_share(job):
 
 @settings(max_examples=60)
 @given(job=jobs())
-def test_each_node_is_computed_once_and_let_go_once(job):
+def test_each_node_is_computed_once_and_freed_once(job):
     walked = Walked(job)
     nodes = {node for s in walked.all if s.path for node in s.path.path()}
     if job.window > len(job.prompts):
@@ -333,7 +343,7 @@ def test_each_node_is_computed_once_and_let_go_once(job):
 @settings(max_examples=60)
 @given(job=jobs(slots=["alike"]))
 def test_one_path_of_nodes_is_alive_at_a_time(job):
-    """Its tokens are what the plan counts."""
+    """As the plan assumes."""
     for alive in Walked(job).alive:
         longest = max(alive, key=lambda node: node.end, default=None)
         assert set(alive) <= set(longest.path() if longest else [])
@@ -366,15 +376,16 @@ def test_prompts_prefill_together_while_they_fit(lengths, prefill_tokens):
     assert count == len(rows) or (count + 1) * max(lengths[: count + 1]) > prefill_tokens
 
 
-def test_prompts_behind_different_nodes_do_not_prefill_together():
-    node, rows = Node(None, [1]), [row(n, [1, 2]) for n in range(4)]
+def test_prompts_with_different_prefixes_do_not_prefill_together():
+    node = Node(None, [1])
+    rows = [row(n, [1, 2]) for n in range(4)]
     rows[0].path = rows[1].path = node
     assert [micro_batch(rows[n:], 1000) for n in range(4)] == [2, 1, 2, 1]
 
 
 @st.composite
 def pieces(draw) -> list[Piece]:
-    """Of each batch a few prompts, and then perhaps a decode step, as in a pass."""
+    """A few prompts of each batch, and then perhaps a decode step, as in a pass."""
     found: list[Piece] = []
     for k in range(draw(st.integers(1, 4))):
         for _ in range(draw(st.integers(0, 3))):
@@ -390,7 +401,7 @@ def pieces(draw) -> list[Piece]:
 
 @given(pieces=pieces(), prefill_tokens=st.integers(1, 40))
 def test_chunks_are_the_pieces_in_their_order(pieces, prefill_tokens):
-    """Prompts of one batch alone go to the tier of its hidden states between layers, one behind the other; chunks with
+    """Only chunks of prompts of one batch go to the tier of its hidden states between layers, in order; those with
     decode steps stay."""
     chunks = cut(pieces, prefill_tokens)
     assert [piece for chunk in chunks for piece in chunk.pieces] == pieces
@@ -409,7 +420,7 @@ def test_chunks_are_the_pieces_in_their_order(pieces, prefill_tokens):
 
 
 @given(pieces=pieces(), prefill_tokens=st.integers(1, 40))
-def test_no_two_chunks_that_follow_one_another_would_make_one(pieces, prefill_tokens):
+def test_no_two_consecutive_chunks_could_be_joined(pieces, prefill_tokens):
     chunks = cut(pieces, prefill_tokens)
     for one, other in zip(chunks, chunks[1:]):
         first = other.pieces[0]

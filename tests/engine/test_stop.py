@@ -1,5 +1,5 @@
-"""A sequence ends at the token that completes a stop string, wherever that begins: as if its whole text were decoded at
-every step."""
+"""A sequence ends at the token that completes a stop string, wherever that begins, as if its whole text were decoded
+at every step."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from h2o_flexgen.engine.sampling import Sampler
 from h2o_flexgen.engine.stop import PARTIAL, StopStrings, decode, most_tokens
 from h2o_flexgen.models.tokenizer import load_tokenizer
 
-pytest_plugins = ["cli_tools"]
+pytest_plugins = ["command_tools"]
 
 #: one token of `byte_level`
 MERGED = "in"
-#: letters in one to four bytes, and what decoders treat apart
+#: letters of one to four bytes, and characters that decoders treat specially
 LETTERS = "ab \n_é€😀"
 
 
@@ -29,8 +29,8 @@ def by_bytes(token):
 
 @pytest.fixture(scope="module")
 def fallback():
-    """A tokenizer as LLaMA's: blanks are ▁, a text loses its first one, characters without a token are bytes, of which
-    a whole run is broken if one is."""
+    """A tokenizer like LLaMA's: blanks are ▁, a text loses its first one, and characters without a token are bytes, a
+    whole run of which is invalid if one is."""
     from tokenizers import Tokenizer, decoders, models, normalizers
     from transformers import PreTrainedTokenizerFast
 
@@ -75,7 +75,7 @@ def encode(tokenizer, text):
 
 @st.composite
 def cases(draw, tokenizer):
-    """Tokens, and stop strings of which some are in their text: texts in pieces, and any tokens, unknown ones too."""
+    """Tokens, and stop strings, some of which occur in their text: texts in pieces, or any tokens, even unknown."""
     texts = st.text(LETTERS, max_size=12).map(lambda text: encode(tokenizer, text))
     some_bytes = st.binary(max_size=6).map(lambda data: [tokenizer.convert_tokens_to_ids(by_bytes(b)) for b in data])
     any_ids = st.lists(st.integers(0, len(tokenizer) + 3), max_size=5)
@@ -87,14 +87,14 @@ def cases(draw, tokenizer):
     for _ in range(draw(st.integers(0, 2))):
         begin = draw(st.integers(0, len(text)))
         stop.append(text[begin : begin + draw(st.integers(1, 12))].strip(PARTIAL))
-    # one that names broken characters is looked for, but not promised
+    # one with invalid characters is searched for, but need not be found
     return tokens, [text for text in stop if text and PARTIAL not in text] or ["ab"]
 
 
 @settings(max_examples=500, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 @pytest.mark.parametrize("kind", ["byte_level", "fallback"])
-def test_the_last_tokens_tell_as_much_as_the_whole_text(request, kind, data):
+def test_searching_the_last_tokens_is_as_good_as_searching_the_whole_text(request, kind, data):
     tokenizer = request.getfixturevalue(kind)
     tokens, stop = data.draw(cases(tokenizer))
     assert found(tokenizer, stop, tokens) == outcome(tokenizer, stop, tokens)
@@ -108,7 +108,7 @@ def test_the_last_tokens_tell_as_much_as_the_whole_text(request, kind, data):
         ("Grüße 😀 an alle", ["😀"], "Grüße "),  # four bytes
         ("Grüße 😀 an alle", ["ß", "ü"], "Gr"),
         ("one two", ["two", "one"], ""),
-        ("aaab", ["ab", "aab"], "a"),  # both end at once: the one that begins first
+        ("aaab", ["ab", "aab"], "a"),  # both end at the same token: the one that begins first
         ("one two", ["One", "  "], None),
     ],
 )
@@ -118,7 +118,8 @@ def test_a_text_ends_before_its_first_stop_string(byte_level, text, stop, before
 
 
 def test_only_a_few_tokens_are_decoded(byte_level, monkeypatch):
-    tokens, stops = encode(byte_level, "the same again and " * 200), StopStrings(byte_level)
+    tokens = encode(byte_level, "the same again and " * 200)
+    stops = StopStrings(byte_level)
     sizes = []
     monkeypatch.setattr("h2o_flexgen.engine.stop.decode", lambda t, ids: sizes.append(len(ids)) or decode(t, ids))
     assert stops.text_before(tokens, ("zebra",)) is None
@@ -129,13 +130,13 @@ def test_only_a_few_tokens_are_decoded(byte_level, monkeypatch):
     "text, stop, before",
     [
         ("one two</s> three", ["</s>"], "one two"),
-        ("one</s>two<s>three", ["<s>"], "onetwo"),  # another one before it is left out, as in any text
+        ("one</s>two<s>three", ["<s>"], "onetwo"),  # the other special token before it is left out, as usual
         ("one </s>\ntwo", ["</s>\n"], "one "),
         ("one </s> two", ["ne </s>"], "o"),
         ("</s>", ["</s>"], ""),
         ("é😀</s>", ["😀</s>"], "é"),
-        ("one</s>two", ["onetwo"], ""),  # in the text that is shown
-        ("one</s>two", ["s>", "</", "s"], None),  # a part of a name names nothing
+        ("one</s>two", ["onetwo"], ""),  # in the text that shows
+        ("one</s>two", ["s>", "</", "s"], None),  # part of a name does not count
         ("one two", ["</s>"], None),
     ],
 )
@@ -160,7 +161,7 @@ def test_a_text_of_pieces_ends_before_a_special_token(fallback):
 
 
 def take(sampler, params, tokens):
-    """A sequence to which the sampler appends these tokens, as far as it goes."""
+    """A sequence to which the sampler appends these tokens until it ends."""
     s = Sequence(0, [5, 6], params)
     for token in tokens:
         logits = torch.zeros(1, 300)
@@ -213,7 +214,7 @@ def test_the_text_of_an_end_token_is_left_out_though_a_stop_string_begins_in_it(
 
 
 def test_stop_strings_end_texts_of_a_job_and_leave_the_others(texts):
-    """The prompt is not looked at, and every text is what the whole one has before the stop string."""
+    """The prompt is not searched, and every text is the part of the whole one before the stop string."""
     prompts = ["def f(x):", "import json", "class A", "for n in range(9):"]
     options = dict(device="cpu", dtype="float32", progress=False)
     with LLM(str(texts), Policy(2, 2), **options) as llm:
@@ -231,7 +232,7 @@ def test_stop_strings_end_texts_of_a_job_and_leave_the_others(texts):
 
 
 def test_every_sequence_has_stop_strings_and_an_end_of_its_own(byte_level):
-    """Of sequences that get the same tokens, the last of which ends texts."""
+    """For sequences that get the same tokens, the last of which ends texts."""
     tokens = [*encode(byte_level, "one two three"), 2]
     ways = [dict(), dict(stop="two"), dict(stop=["w", "three"]), dict(max_tokens=3), dict(ignore_eos=True)]
     sequences = [Sequence(n, [5], SamplingParams(**{"max_tokens": 90, **way})) for n, way in enumerate(ways)]
@@ -257,7 +258,7 @@ def test_stop_strings_need_a_tokenizer(model):
 
 
 @pytest.mark.parametrize("stop", ["", ["a", ""], [5], 5, b"a", {"a"}, [["a"]], [None]], ids=repr)
-def test_a_stop_string_that_is_none_is_refused(stop):
+def test_an_invalid_stop_string_is_refused(stop):
     with pytest.raises(UserError, match="stop"):
         SamplingParams(stop=stop)
 

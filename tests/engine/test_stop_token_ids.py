@@ -1,4 +1,4 @@
-"""`stop_token_ids` end a text as the model's own end-of-sequence token does, and its text excludes what ended it."""
+"""`stop_token_ids` end a text as the model's own end-of-sequence token does, and are left out of it."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import json
 
 import numpy as np
 import pytest
-from cli_tools import FP32, read_rows, write_rows
+from command_tools import FP32, read_rows, write_rows
 
 from h2o_flexgen import LLM, Policy, SamplingParams, UserError
 
-pytest_plugins = ["cli_tools"]
+pytest_plugins = ["command_tools"]
 
 PROMPT = [5, 6, 7]
 
@@ -23,7 +23,7 @@ def llm(talker):
 
 @pytest.fixture(scope="module")
 def tokens(llm) -> list[int]:
-    """What is generated when nothing ends it."""
+    """The output if nothing ends it early."""
     (output,) = llm.generate([PROMPT], SamplingParams(max_tokens=12, ignore_eos=True))
     return output.outputs[0].token_ids
 
@@ -48,14 +48,14 @@ def test_one_that_is_not_generated_ends_nothing(llm, tokens):
     assert llm.generate([PROMPT], params)[0].outputs[0].token_ids == tokens
 
 
-def test_the_text_of_an_eos_token_that_is_no_special_one_is_left_out(llm, tokens, monkeypatch):
+def test_the_text_of_an_eos_token_that_is_not_special_is_left_out(llm, tokens, monkeypatch):
     monkeypatch.setattr(llm, "eos_ids", frozenset({tokens[4]}))
     done = llm.generate([PROMPT], SamplingParams(max_tokens=12))[0].outputs[0]
     assert done.token_ids == up_to(tokens, tokens[4])
     assert done.text == llm.tokenizer.decode(done.token_ids[:-1])
 
 
-def test_a_stop_string_before_it_wins(llm, tokens):
+def test_an_earlier_stop_string_wins(llm, tokens):
     text = llm.tokenizer.decode(tokens[:2])
     params = SamplingParams(max_tokens=12, ignore_eos=True, stop=text, stop_token_ids=[tokens[8]])
     done = llm.generate([PROMPT], params)[0].outputs[0]
@@ -73,8 +73,8 @@ def test_a_stream_ends_there_too(llm, tokens):
             session.generate(PROMPT, SamplingParams(stop_token_ids=[300]))
 
 
-def test_what_ends_an_answer_is_not_written_twice(llm, monkeypatch):
-    """Where the model ends its answer as the template would."""
+def test_the_end_of_an_answer_is_not_written_twice(llm, monkeypatch):
+    """If the model ends its answer as the template does."""
     monkeypatch.setattr(llm.model.tokenizer, "chat_template", "{% for m in messages %}{{ m.content }};{% endfor %}")
     (end,) = llm.tokenizer(";", add_special_tokens=False)["input_ids"]
     lengths = {}
@@ -111,7 +111,7 @@ def test_they_are_kept_as_a_tuple(given, kept):
 
 
 @pytest.mark.parametrize("given", [5, "5", [-1], [True], [1.0], ["5"], [None], [[5]], {5: 1}, {5}, b"5"])
-def test_what_is_no_list_of_ids_is_refused(given):
+def test_anything_but_a_list_of_ids_is_refused(given):
     with pytest.raises(UserError, match="stop_token_ids must be a"):
         SamplingParams(stop_token_ids=given)
 

@@ -1,4 +1,4 @@
-"""Nothing that a conversation holds is lost in a chat template: it comes out in some form, or the row is refused."""
+"""A chat template loses no part of a conversation: it shows in some form, or the row is refused."""
 
 from __future__ import annotations
 
@@ -12,42 +12,42 @@ from h2o_flexgen.engine.messages import Conversation
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.models.tokenizer import load_tokenizer
 
-pytest_plugins = ["cli_tools"]
+pytest_plugins = ["command_tools"]
 
-#: content is a text; a list of parts is printed as Python prints it
+#: expects a text as content; prints a list of parts as Python does
 TEXT = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
-#: content is a text, to which a list cannot be joined
+#: expects a text as content, and fails on a list
 STRICT_TEXT = "{% for m in messages %}{{ '[' + m.role + ']' + m.content }}{% endfor %}"
-#: content is a list of parts, as Llama Guard's is: one of them, or all
+#: expects a list of parts, as Llama Guard's does: reads one of them, or all
 FIRST_PART = "{% for m in messages %}[{{ m.role }}]{{ m['content'][0]['text'] }}{% endfor %}"
 EACH_PART = (
     "{% for m in messages %}[{{ m.role }}]"
     "{% for c in m.content %}{% if c.type == 'text' %}<{{ c.text }}>{% endif %}{% endfor %}{% endfor %}"
 )
-#: both, as those of models with vision
+#: accepts both, as those of vision models do
 EITHER = (
     "{% for m in messages %}[{{ m.role }}]{% if m.content is string %}{{ m.content }}{% else %}"
     "{% for c in m.content %}<{{ c.text }}>{% endfor %}{% endif %}{% endfor %}"
 )
-#: the system's content is a text, that of others a list of parts
+#: expects a text from the system, and a list of parts from others
 MIXED = (
     "{% for m in messages %}[{{ m.role }}]{% if m.role == 'system' %}{{ m.content | trim }}{% else %}"
     "{{ m['content'][0]['text'] }}{% endif %}{% endfor %}"
 )
 #: knows two roles, and no tool calls
 TWO_ROLES = "{% for m in messages if m.role in ('user', 'assistant') %}[{{ m.role }}]{{ m.content }}{% endfor %}"
-#: writes the arguments of tool calls as JSON, as Qwen's and Llama's do; these do not show a text beside them
+#: writes the arguments of tool calls as JSON, as Qwen's and Llama's do, without the text beside them
 OBJECTS = (
     "{% for m in messages %}[{{ m.role }}]{% if m.tool_calls %}{% for c in m.tool_calls %}"
     "{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}"
     "{% else %}{{ m.content }}{% endif %}{% endfor %}"
 )
-#: joins them as a text, as DeepSeek's does; or prints what it gets
+#: concatenates them as a text, as DeepSeek's does; or prints them as they are
 JSON_TEXTS = OBJECTS.replace(
     "{{ c.function.name }}{{ c.function.arguments | tojson }}", "{{ c.function.name + c.function.arguments }}"
 )
 PRINTED = OBJECTS.replace("arguments | tojson", "arguments")
-#: shows the first of several tool calls
+#: shows only the first of several tool calls
 ONE_CALL = OBJECTS.replace("in m.tool_calls %}", "in m.tool_calls[:1] %}")
 
 PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
@@ -91,7 +91,7 @@ def calls(*functions: dict, **others) -> dict:
         (TEXT, [], ""),
     ],
 )
-def test_content_is_handed_over_as_the_template_reads_it(render, template, content, expected):
+def test_content_has_the_form_that_the_template_reads(render, template, content, expected):
     assert render(template, [user(content)]) == f"[user]{expected}"
 
 
@@ -100,8 +100,8 @@ def test_each_role_has_a_form_of_its_own(render):
     assert render(MIXED, messages) == "[system]s[user]u[assistant]a[user]a\nb"
 
 
-def test_a_form_is_that_of_messages_of_one_shape(texts):
-    """What is found for one conversation must not be used for another: here a system's message changes all."""
+def test_a_form_is_found_once_for_messages_of_one_shape(texts):
+    """The form of one conversation must not be used for another: here a system message changes everything."""
     tokenizer = load_tokenizer(texts)
     tokenizer.chat_template = "{% if messages[0].role == 'system' %}" + FIRST_PART + "{% else %}" + TEXT + "{% endif %}"
     template = ChatTemplate(tokenizer)
@@ -124,7 +124,7 @@ def test_a_template_that_shows_nothing(render, template):
 
 
 def test_earlier_answers_may_be_left_out_but_not_all(render):
-    """Templates of models that think drop what was thought; one that drops every answer was not made for them."""
+    """Templates of reasoning models drop earlier reasoning, but none drops every answer."""
     turns = [user("a"), {"role": "assistant", "content": "b"}, user("c"), {"role": "assistant", "content": "d"}]
     last = "{% for m in messages %}{% if loop.index0 != 1 %}{{ m.content }}{% endif %}{% endfor %}"
     assert render(last, turns) == "acd"
@@ -134,7 +134,7 @@ def test_earlier_answers_may_be_left_out_but_not_all(render):
 
 @pytest.mark.parametrize("role", ["system", "user", "tool", "developer"])
 def test_no_message_but_an_answer_may_be_left_out(render, role):
-    """DeepSeek's template keeps the last system message alone."""
+    """DeepSeek's template keeps only the last system message."""
     last = "{% for m in messages if m.role != ROLE %}{{ m.content }}{% endfor %}{{ messages[2].content }}"
     turns = [{"role": role, "content": "a"}, {"role": "assistant", "content": "b"}, {"role": role, "content": "c"}]
     with pytest.raises(UserError, match=f"leaves out the content of message 0, whose role is '{role}'"):
@@ -154,7 +154,7 @@ WEATHER = {"name": "weather", "arguments": '{"city":  "Zürich"}'}
     ids=["objects", "JSON", "printed"],
 )
 def test_arguments_of_tool_calls_are_what_the_template_reads(render, template, expected):
-    """OpenAI has them as JSON, transformers as objects."""
+    """OpenAI writes them as JSON, transformers as objects."""
     messages = [user("a"), calls(WEATHER, content=None), {"role": "tool", "tool_call_id": "call0", "content": "9"}]
     assert render(template, messages) == f"[user]a[assistant]{expected}[tool]9"
     as_object = calls(WEATHER | {"arguments": {"city": "Zürich"}}, content="")
@@ -225,7 +225,7 @@ def test_the_reason_of_a_template_that_refuses_is_its_own(render):
 THINKS = "{% for m in messages %}{{ m.content }}{% endfor %}{% if enable_thinking is false %}<think></think>{% endif %}"
 
 
-def test_variables_of_a_conversation_win(texts, caplog):
+def test_variables_of_a_conversation_override_those_of_the_llm(texts, caplog):
     tokenizer = load_tokenizer(texts)
     tokenizer.chat_template = THINKS
     template = ChatTemplate(tokenizer)
@@ -249,18 +249,18 @@ def test_a_variable_may_change_how_content_is_read(texts):
     "name",
     ["messages", "conversation", "tokenize", "add_generation_prompt", "continue_final_message", "chat_template"],
 )
-def test_a_name_that_is_no_variable_is_refused(render, name):
-    with pytest.raises(UserError, match=f"{name} is no variable of a chat template"):
+def test_a_name_that_cannot_be_a_variable_is_refused(render, name):
+    with pytest.raises(UserError, match=f"{name} is not a variable of a chat template"):
         render(THINKS, [user("a")], {name: False})
 
 
 @pytest.mark.parametrize("name", ["documents", "tools"])
-def test_what_transformers_hands_on_to_the_template_is_a_variable(render, name):
+def test_arguments_that_transformers_passes_to_the_template_are_variables(render, name):
     template = THINKS + "{% for one in " + name + " %}{{ one.text }}{% endfor %}"
     assert render(template, [user("a")], {name: [{"title": "b", "text": "c"}]}) == "ac"
 
 
-def test_a_variable_that_the_template_does_not_read_is_told_once(texts, caplog):
+def test_a_variable_that_the_template_does_not_read_is_logged_once(texts, caplog):
     tokenizer = load_tokenizer(texts)
     tokenizer.chat_template = THINKS
     template = ChatTemplate(tokenizer)

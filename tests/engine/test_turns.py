@@ -1,4 +1,4 @@
-"""One LLM in several threads, from within its own calls, and behind a fork."""
+"""One LLM in several threads, from within its own calls, and after a fork."""
 
 from __future__ import annotations
 
@@ -11,8 +11,14 @@ import pytest
 from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams, UserError
 
 ON_DISK = Policy(2, 2, (0, 0, 0, 0, 0, 0))
-#: jobs of like shapes and other tokens: what one left in a buffer would do for another
-JOBS = [[[3 + 20 * job + n] * (1 + 5 * n) for n in range(3)] for job in range(4)]
+
+
+def prompts_of(job: int) -> list[list[int]]:
+    return [[3 + 20 * job + n] * (1 + 5 * n) for n in range(3)]
+
+
+#: jobs with equal shapes and different tokens, so that data left in a buffer by one would fit another
+JOBS = list(map(prompts_of, range(4)))
 
 
 def open_llm(model, **options) -> LLM:
@@ -108,7 +114,7 @@ def in_a_fork(child) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
-def test_a_fork_is_refused_and_the_parent_goes_on(llm, tiny):
+def test_a_fork_is_refused_and_the_parent_continues(llm, tiny):
     alone = tokens(llm, JOBS[0])
     session = llm.session(KVBudget.from_size(4))
     session.feed([5, 6, 7])

@@ -1,4 +1,4 @@
-"""Perplexity and agreement are those of the oracle; passages are cut as the documents say."""
+"""Perplexity and agreement match the oracle; passages are cut as documented."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from h2o_flexgen.evaluation.passages import Passage, Source, passages_of, read_s
 from h2o_flexgen.evaluation.perplexity import measure
 from h2o_flexgen.evaluation.settings import Setting, make_settings
 
-pytest_plugins = ["cli_tools"]
+pytest_plugins = ["command_tools"]
 
-PROMPTS, LENGTHS = [8, 12, 8], [24, 30, 17]
+PROMPTS = [8, 12, 8]
+LENGTHS = [24, 30, 17]
 BUDGETS = [(3, 4), (2, 6)]
 
 
@@ -47,7 +48,7 @@ def test_rows_are_those_of_the_oracle(tiny, llm):
 
 
 def test_bytes_are_those_of_a_sequence_in_all_layers(tiny, llm):
-    """Of K and V 2 layers, 2 heads, 6 elements of 4 bytes; the last token is never attended to."""
+    """K and V, 2 layers, 2 heads, 6 elements of 4 bytes; the last token is never attended to."""
     (text,) = tiny("llama").prompts([24])
     full, row = measure(llm, [Passage(text, 8)], [Setting("h2o", KVBudget.from_size(3, 4, "h2o"))])
     slot = 2 * 2 * 2 * 6 * 4
@@ -67,7 +68,8 @@ def clear_cut(model, prompt_len: int, length: int) -> Passage:
 
 
 def trace_of(model, passage: Passage, heavy=None, recent=None):
-    text, n = passage.token_ids, passage.prompt_len
+    text = passage.token_ids
+    n = passage.prompt_len
     return model.oracle.generate(text[:n], len(text) - n, heavy, recent, forced=text[n:])
 
 
@@ -112,7 +114,7 @@ def model(talker):
         yield llm.model
 
 
-def test_windows_lie_at_even_distances_and_do_not_overlap(model):
+def test_windows_are_evenly_spaced_without_overlap(model):
     text = "".join(map(chr, range(97, 123))) * 40
     ids = model.tokenizer(text, add_special_tokens=False)["input_ids"]
     passages, errors = passages_of(Source("a", text=text), model, 20, 10, 5)

@@ -1,4 +1,4 @@
-"""ROUGE of texts that are known, and of summaries that the engine writes; self-BLEU."""
+"""ROUGE of known texts and of the engine's summaries; self-BLEU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from h2o_flexgen.evaluation.passages import Source
 from h2o_flexgen.evaluation.settings import make_settings
 from h2o_flexgen.evaluation.summaries import articles_of, mean_rouge, measure, rouge
 
-pytest_plugins = ["cli_tools"]
+pytest_plugins = ["command_tools"]
 
 
 @pytest.fixture
@@ -52,7 +52,8 @@ def test_summaries_are_what_generate_writes(packages, talker):
         assert articles[0].params == SamplingParams(max_tokens=12, stop="###")
         assert articles[1].params == SamplingParams(0.7, max_tokens=20, seed=3, stop="###")
         full, row = measure(llm, articles, make_settings(["h2o"], [], [8]))
-        prompts, params = [a.prompt for a in articles], [a.params for a in articles]
+        prompts = [article.prompt for article in articles]
+        params = [article.params for article in articles]
         for found in (row, full):
             llm.kv_budget = None if found is full else make_settings(["h2o"], [], [8])[0].budget
             outputs = llm.generate(prompts, params)

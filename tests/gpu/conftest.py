@@ -1,4 +1,4 @@
-"""These tests need nothing from the folder above, so that they run where hypothesis is not installed."""
+"""Fixtures of the tests on CUDA, which need no conftest of the folder above, so that they run without hypothesis."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def own_folders(tmp_path, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def clean_device():
-    """Each test starts with nothing of the one before, with exact fp32 matmuls and without a memory cap."""
+    """Start each test with an empty device, exact fp32 matmuls and no memory cap."""
     import torch
 
     if not torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""Memory on CUDA: pinned to the byte and given back, within its cap, as planned; and no step waits for the device."""
+"""Memory on CUDA is pinned to the byte and released, within its cap, as planned; no step waits for the device."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ import zoo
 from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams
 from h2o_flexgen.errors import PlanError
 from h2o_flexgen.machine import memory
-from h2o_flexgen.machine.device import Device
+from h2o_flexgen.machine.device import open_device
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 
-MIB, GIB = 1 << 20, 1 << 30
+MIB = 1 << 20
+GIB = 1 << 30
 MID = "facebook/opt-1.3b"  # 2.6 GB in fp16
 T4 = Path(__file__).parents[2] / "policies" / "hardware" / "t4-16gb.json"
 
@@ -27,7 +28,8 @@ def dummy(policy="auto", budget=None, model=MID, **kwargs):
 
 
 def prompts(count, length):
-    return [[(7 * n + 13 * t) % 5000 + 4 for t in range(length)] for n in range(count)]
+    tokens = 7 * torch.arange(count)[:, None] + 13 * torch.arange(length)
+    return (tokens % 5000 + 4).tolist()
 
 
 def params(gen_len):
@@ -38,8 +40,8 @@ def params(gen_len):
 
 
 @pytest.mark.parametrize("nbytes", [1, 4097, 5 * MIB + 3, 300 * MIB + 12345])
-def test_a_pinned_buffer_takes_its_size_and_is_given_back(nbytes):
-    device = Device("cuda")
+def test_a_pinned_buffer_takes_its_size_and_is_released(nbytes):
+    device = open_device("cuda")
     device.start(None)
     gc.collect()
     before = memory.resident()
@@ -56,8 +58,8 @@ def test_a_pinned_buffer_takes_its_size_and_is_given_back(nbytes):
     assert memory.resident() - before <= 16 * MIB
 
 
-def test_only_what_came_after_a_mark_is_unpinned():
-    device = Device("cuda")
+def test_only_buffers_pinned_since_a_mark_are_unpinned():
+    device = open_device("cuda")
     device.start(None)
     first = device.host_buffer(MIB)
     mark = device.pinned_count()
@@ -67,7 +69,7 @@ def test_only_what_came_after_a_mark_is_unpinned():
     device.unpin()
 
 
-def test_a_job_gives_its_pinned_memory_back_and_close_the_rest():
+def test_a_job_unpins_its_memory_and_close_the_rest():
     policy = Policy(4, 2, (0, 100, 0, 100, 0, 100))
     llm = dummy(policy, model="facebook/opt-125m")
     llm.generate(prompts(8, 64), params(4))
@@ -87,8 +89,8 @@ def test_a_job_gives_its_pinned_memory_back_and_close_the_rest():
 def test_torch_reserves_no_more_than_gpu_mem(cap_mib, budget):
     cap = cap_mib * MIB
     if cap_mib < 2600:
-        pytest.importorskip("pulp", reason="what does not fit is searched for")
-    # a kept profile: measuring takes longer than the test
+        pytest.importorskip("pulp", reason="the placement is searched for")
+    # a stored profile, since measuring takes longer than the test
     with dummy("auto", budget, gpu_mem=cap, gpu_batch_size=16, num_gpu_batches=2, hardware=T4) as llm:
         torch.cuda.reset_peak_memory_stats()
         outputs = llm.generate(prompts(32, 256), params(4))
@@ -111,7 +113,7 @@ def test_a_cap_ends_with_its_job():
         llm.generate(prompts(8, 64), params(2))
 
 
-def test_what_does_not_fit_is_refused_before_anything_is_allocated():
+def test_a_job_that_does_not_fit_is_refused_before_anything_is_allocated():
     with dummy(Policy(8, 1, (100, 0, 100, 0, 100, 0)), gpu_mem=GIB) as llm:
         before = torch.cuda.memory_allocated(), llm.device.pinned_count()
         with pytest.raises(PlanError, match="gpu tier is too small"):
@@ -138,7 +140,8 @@ PLANNED = {
 def test_peak_memory_is_within_a_tenth_of_the_plan(policy, budget):
     with dummy(policy, budget) as llm:
         llm.generate(prompts(policy.block_size, 256), params(6))
-        peak, planned = llm.report["peak_memory_bytes"], llm.report["planned_memory_bytes"]
+        peak = llm.report["peak_memory_bytes"]
+        planned = llm.report["planned_memory_bytes"]
         items = "\n" + llm.choice.plan.describe()
     assert 0.9 * planned["gpu"] <= peak["gpu"] <= 1.1 * planned["gpu"], f"{peak} {items}"
     assert peak["cpu"] <= 1.1 * planned["cpu"] + 256 * MIB, f"{peak} {items}"
@@ -165,7 +168,7 @@ def test_no_step_waits_for_the_whole_device(monkeypatch, policy):
 
 @pytest.mark.parametrize("budget", [None, (4, 4)], ids=["full", "budget"])
 def test_the_host_runs_ahead_through_the_layers(tmp_path, budget):
-    """With everything on the device no layer makes the host wait: only embedding and sampling do."""
+    """With everything on the device no layer makes the host wait; only embedding and sampling do."""
     counts = []
     for layers in (2, 8):
         model = zoo.build("opt", tmp_path / str(layers), num_hidden_layers=layers)
@@ -182,5 +185,5 @@ def test_the_host_runs_ahead_through_the_layers(tmp_path, budget):
                 finally:
                     torch.cuda.set_sync_debug_mode("default")
             counts.append(sum("called a synchronizing" in str(w.message) for w in found))
-    # a KV block's own buffers are made and zeroed per layer, which waits for nothing
+    # each layer allocates and zeroes buffers of its KV blocks, which waits for nothing
     assert counts[0] == counts[1]

@@ -10,15 +10,16 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from h2o_flexgen import LLM, Policy, SamplingParams
-from h2o_flexgen.commands import hardware
+from h2o_flexgen.commands.main import main
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
 
 def traced(overlap: bool, folder) -> dict[str, float]:
-    """The second of two jobs with everything but hidden states in RAM, by its trace."""
+    """Busy times of the second of two jobs with weights and cache in RAM, by its trace."""
     policy = Policy(32, 2, percent=(0, 100, 0, 100, 100, 0), overlap=overlap)
-    prompts, params = [[5 + n] * 128 for n in range(64)], SamplingParams(max_tokens=4, ignore_eos=True)
+    prompts = [[5 + n] * 128 for n in range(64)]
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
     with LLM("facebook/opt-1.3b", policy, device="cuda", path="_DUMMY_", progress=False) as llm:
         llm.generate(prompts, params)  # loads, warms up
         with profile(activities=[ProfilerActivity.CUDA]) as profiler:
@@ -41,14 +42,15 @@ def busy(events: list[dict]) -> dict[str, float]:
 
 def length(spans: list[tuple[float, float]]) -> float:
     """Milliseconds of the union of intervals in microseconds."""
-    total, reached = 0.0, -math.inf
+    total = 0.0
+    reached = -math.inf
     for begin, end in sorted(spans):
         total += max(0.0, end - max(begin, reached))
         reached = max(reached, end)
     return total / 1e3
 
 
-def test_of_a_trace_the_time_counts_in_which_copies_run_beside_kernels():
+def test_the_overlap_of_copies_and_kernels_is_read_from_a_trace():
     def event(kind: str, begin: float, end: float, name: str = "") -> dict:
         return {"ph": "X", "cat": kind, "name": name, "ts": begin, "dur": end - begin}
 
@@ -60,8 +62,9 @@ def test_of_a_trace_the_time_counts_in_which_copies_run_beside_kernels():
 @pytest.mark.gpu
 @needs_cuda
 def test_with_overlap_copies_run_beside_kernels(tmp_path):
-    on, off = traced(True, tmp_path), traced(False, tmp_path)
-    # the shorter of the two can at best be hidden whole
+    on = traced(True, tmp_path)
+    off = traced(False, tmp_path)
+    # at best the shorter of the two is hidden completely
     assert on["both"] > 0.5 * min(on["kernels"], on["copies"])
     assert on["both"] > off["both"]
 
@@ -69,6 +72,6 @@ def test_with_overlap_copies_run_beside_kernels(tmp_path):
 @pytest.mark.gpu
 @needs_cuda
 def test_a_cuda_machine_can_be_measured(tmp_path):
-    assert hardware.main(["--device", "cuda", "-o", str(tmp_path / "profile.json")]) == 0
+    assert main(["hardware", "--device", "cuda", "-o", str(tmp_path / "profile.json")]) == 0
     found = json.loads((tmp_path / "profile.json").read_text())
     assert found["device"] == "cuda" and found["memory"]["gpu"] > 0

@@ -1,4 +1,4 @@
-"""On CUDA the tokens are those of the CPU engine, of the oracle and of transformers, wherever the bytes live."""
+"""On CUDA the tokens are those of the CPU, the oracle and transformers, wherever the bytes are."""
 
 from __future__ import annotations
 
@@ -78,8 +78,9 @@ def prompts(models):
 
 @pytest.fixture(scope="module")
 def on_cpu(models, prompts):
-    """Per budget what the same engine gives on the CPU; for the full cache that is what transformers gives."""
-    model, policy = models(), dict(percent=(100, 0, 100, 0, 100, 0), gpu_batch_size=7)
+    """By budget, the outputs on the CPU; with a full cache these are the tokens of transformers."""
+    model = models()
+    policy = dict(percent=(100, 0, 100, 0, 100, 0), gpu_batch_size=7)
     found = {budget: generate(model, prompts, budget, device="cpu", **policy) for budget in (None, BUDGET)}
     for prompt, output in zip(prompts, found[None]):
         with torch.inference_mode():
@@ -137,7 +138,7 @@ def test_half_precision_runs_to_the_end_with_finite_logprobs(models, prompts, na
 def test_half_precision_agrees_with_fp32_on_the_first_token(models, prompts, on_cpu, budget):
     outputs = generate(models(), prompts, budget, dtype="float16", gpu_batch_size=4, num_gpu_batches=2)
     traces = models().references(prompts, 1, *(budget or ()))
-    clear = [n for n, trace in enumerate(traces) if trace.margins[0] > 0.3]  # what fp16 cannot turn round
+    clear = [n for n, trace in enumerate(traces) if trace.margins[0] > 0.3]  # more than the error of fp16
     assert clear
     assert all(outputs[n].token_ids[0] == on_cpu[budget][n].token_ids[0] for n in clear)
 
@@ -167,9 +168,10 @@ def test_the_second_device_gives_the_same(models, prompts, on_cpu):
 
 @pytest.mark.parametrize("name", ["all_gpu", "all_cpu", "all_disk_micro", "thirds", "thirds_attention_on_cpu"])
 def test_streams_give_the_tokens_of_the_cpu(models, name):
-    """Past the model's positions, one with nothing to do in a turn."""
+    """Past the model's positions, with a stream that is idle in a turn."""
     model = models("llama")
-    (first, second), (third,) = model.prompts([90, 50]), model.prompts([60], seed=1)
+    first, second = model.prompts([90, 50])
+    (third,) = model.prompts([60], seed=1)
 
     def turns(device, policy):
         where = dict(device=device, dtype="float32", progress=False)
@@ -192,20 +194,20 @@ FORMATS = {
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory):
-    """With sizes that groups of 32 divide."""
+    """A model whose sizes are multiples of 32, for groups of 32."""
     sizes = dict(hidden_size=64, num_attention_heads=4, intermediate_size=96)
     return zoo.build("llama", tmp_path_factory.mktemp("wide") / "model", **sizes)
 
 
 def scores(model, device: str, formats: dict, **policy) -> list[float]:
-    how = dict(device=device, dtype="float32", progress=False, **formats)
-    with LLM(str(model.folder), Policy(**policy), KVBudget.from_size(6), **how) as llm:
+    options = dict(device=device, dtype="float32", progress=False, **formats)
+    with LLM(str(model.folder), Policy(**policy), KVBudget.from_size(6), **options) as llm:
         return [x for score in llm.score(model.prompts([30, 24, 27]), 8) for x in score.token_logprobs]
 
 
 @pytest.mark.parametrize("formats", FORMATS)
 @pytest.mark.parametrize("place", ["all_gpu", "all_cpu", "all_disk", "thirds"])
 def test_quantised_it_gives_the_scores_of_the_cpu(wide, place, formats):
-    """But for numbers on the edge between two codes, which may fall to the other side."""
+    """Up to elements on the edge between two codes, which may be rounded either way."""
     expected = scores(wide, "cpu", FORMATS[formats], **POLICIES["all_gpu"])
     assert scores(wide, "cuda", FORMATS[formats], **POLICIES[place]) == pytest.approx(expected, abs=0.02)

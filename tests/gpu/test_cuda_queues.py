@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from h2o_flexgen.machine.device import Device, copy, finish
+from h2o_flexgen.machine.device import copy, finish, open_device
 from h2o_flexgen.storage.queues import StagingBuffers, TransferQueue
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
@@ -19,7 +19,7 @@ MOST = 1 << 22
 
 @pytest.fixture
 def device():
-    device = Device("cuda")
+    device = open_device("cuda")
     device.start(None)
     yield device
     device.unpin()
@@ -46,14 +46,18 @@ def noise(rng, nbytes):
     return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=rng)
 
 
-def test_what_a_queue_loads_is_whole_and_not_overwritten_while_in_use(device, overlap):
-    """As weights are streamed: host buffers in RAM, and staging buffers on the device, used in turn."""
-    queue, rng, delay = TransferQueue(device, "load", overlap), torch.Generator().manual_seed(0), Delay()
+def test_loaded_data_is_complete_and_not_overwritten_while_in_use(device, overlap):
+    """The way weights are streamed: through host buffers in RAM, and staging buffers on the device, used in turn."""
+    queue = TransferQueue(device, "load", overlap)
+    rng = torch.Generator().manual_seed(0)
+    delay = Delay()
     count = 2 if overlap else 1
     buffers = [device.buffer(MOST) for _ in range(count)]
     hosts = [device.host_buffer(MOST) for _ in range(count)]
     device.synchronize()
-    buffer_free, host_free, results = [None] * count, [None] * count, []
+    buffer_free = [None] * count
+    host_free = [None] * count
+    results = []
     sent: list[torch.Tensor] = []
     loading = []
 
@@ -64,7 +68,8 @@ def test_what_a_queue_loads_is_whole_and_not_overwritten_while_in_use(device, ov
         host_free[index] = device.record()
 
     def start(n):
-        data, index = noise(rng, random.Random(n).randrange(1, MOST)), n % count
+        data = noise(rng, random.Random(n).randrange(1, MOST))
+        index = n % count
         sent.append(data)
         loading.append((queue.submit(lambda: fill(index, data), after=buffer_free[index]), index, len(data)))
 
@@ -88,9 +93,11 @@ def test_what_a_queue_loads_is_whole_and_not_overwritten_while_in_use(device, ov
     assert device.stall_seconds.get("weights", 0) >= 0
 
 
-def test_what_a_queue_stores_is_complete_when_its_future_is(device, overlap):
-    """As a decode step's K and V are written back: device tensors are dropped at once, their memory is reused."""
-    queue, delay, rng = TransferQueue(device, "store", overlap), Delay(), random.Random(2)
+def test_stored_data_is_complete_when_its_future_is(device, overlap):
+    """The way K and V of a decode step are written back: device tensors are dropped at once, their memory is reused."""
+    queue = TransferQueue(device, "store", overlap)
+    delay = Delay()
+    rng = random.Random(2)
     ram = device.host_buffer(MOST)
     pending = []
 
@@ -114,9 +121,12 @@ def test_what_a_queue_stores_is_complete_when_its_future_is(device, overlap):
 
 
 def test_a_block_is_stored_and_loaded_again_by_two_queues(device):
-    """As the KV cache moves: a load waits for the store of its staging buffer and for the store of its block."""
-    load, store, delay = TransferQueue(device, "load", workers=2), TransferQueue(device, "store"), Delay()
-    blocks, size = 5, 1 << 20
+    """The way the KV cache moves: a load waits for the store of its staging buffer and for the store of its block."""
+    load = TransferQueue(device, "load", workers=2)
+    store = TransferQueue(device, "store")
+    delay = Delay()
+    blocks = 5
+    size = 1 << 20
     ram = [device.host_buffer(size) for _ in range(blocks)]
     wanted = [torch.full((size,), p, dtype=torch.uint8) for p in range(blocks)]
     for h, w in zip(ram, wanted):
@@ -126,7 +136,8 @@ def test_a_block_is_stored_and_loaded_again_by_two_queues(device):
     device.synchronize()
 
     def fetch(p):
-        (index, last_use), last_store = staging.take(), stored[p]
+        index, last_use = staging.take()
+        last_store = stored[p]
 
         def job():
             device.wait_for(last_use)
@@ -162,7 +173,8 @@ def test_a_block_is_stored_and_loaded_again_by_two_queues(device):
 
 
 def test_a_copy_that_changes_the_dtype_is_exact_and_in_order(device):
-    queue, delay = TransferQueue(device, "weights"), Delay()
+    queue = TransferQueue(device, "weights")
+    delay = Delay()
     host = device.host_buffer(2 * 100_003).view(torch.float16)
     target = device.buffer(4 * 100_003).view(torch.float32)
     device.synchronize()
@@ -175,7 +187,7 @@ def test_a_copy_that_changes_the_dtype_is_exact_and_in_order(device):
     queue.close()
 
 
-def test_an_error_in_a_queue_shows_where_its_result_is_asked_for(device, overlap):
+def test_the_result_of_a_failed_job_raises_its_error(device, overlap):
     queue = TransferQueue(device, "load", overlap)
 
     def fail():
@@ -188,8 +200,10 @@ def test_an_error_in_a_queue_shows_where_its_result_is_asked_for(device, overlap
 
 
 def test_no_job_runs_before_the_event_it_must_follow(device):
-    queue, x = TransferQueue(device, "load"), torch.randn(4096, 4096, device="cuda")
-    flag, seen = torch.zeros(1, device="cuda"), torch.zeros(1, device="cuda")
+    queue = TransferQueue(device, "load")
+    x = torch.randn(4096, 4096, device="cuda")
+    flag = torch.zeros(1, device="cuda")
+    seen = torch.zeros(1, device="cuda")
     device.synchronize()
     for n in range(1, 30):
         for _ in range(4):
@@ -200,8 +214,8 @@ def test_no_job_runs_before_the_event_it_must_follow(device):
     queue.close()
 
 
-def test_a_device_that_is_dropped_gives_its_memory_back():
-    device = Device("cuda")
+def test_a_dropped_device_unpins_its_memory():
+    device = open_device("cuda")
     device.start(None)
     buffer = device.host_buffer(1 << 20)
     assert buffer.is_pinned()
@@ -210,7 +224,7 @@ def test_a_device_that_is_dropped_gives_its_memory_back():
     assert not buffer.is_pinned()
 
 
-def test_a_long_job_does_not_hoard_events(device):
+def test_a_long_job_does_not_collect_events(device):
     queue = TransferQueue(device, "load")
     for _ in range(3000):
         device.stall_on(queue.submit(lambda: None), "cache")

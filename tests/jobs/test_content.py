@@ -1,4 +1,4 @@
-"""Input files as people have them: compressed, in other encodings, from a pipe; other kinds of files are named."""
+"""Input files may be compressed, in other encodings, or pipes; an error names other kinds of files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
-from cli_tools import write_rows
+from command_tools import write_rows
 
 from h2o_flexgen.commands.stream import read_turns
 from h2o_flexgen.errors import UserError
@@ -22,7 +22,7 @@ from h2o_flexgen.jobs.input import read_rows
 LINES = "\n".join(
     json.dumps({"prompt": text}, ensure_ascii=False) for text in ("grüße", "你好 😀", "a\u2028b")
 ).encode()
-#: the same whatever the time is: parametrised tests bear it in their names
+#: with a fixed time, since it is part of the names of parametrised tests
 packed = partial(gzip.compress, mtime=0)
 
 
@@ -74,7 +74,7 @@ def test_a_closed_stdin(monkeypatch):
 
 
 @pytest.mark.parametrize("path", ["/dev/zero", "/dev/null"])
-def test_a_device_is_no_input_file(path):
+def test_a_device_is_not_an_input_file(path):
     with pytest.raises(UserError, match="neither a file nor a pipe"):
         read_rows(path)
 
@@ -99,20 +99,20 @@ def test_a_device_is_no_input_file(path):
         (b"prompt\tlabel\nhello\t1\n", "is a table (CSV): give JSON lines"),
     ],
 )
-def test_what_is_no_json_lines_is_named(tmp_path, content, say):
+def test_other_kinds_of_files_are_named(tmp_path, content, say):
     (tmp_path / "rows").write_bytes(content)
     with pytest.raises(UserError) as error:
         read_rows(str(tmp_path / "rows"))
     assert say in str(error.value) and "\n" not in str(error.value)
 
 
-def test_a_table_of_one_column_is_known_by_its_name(tmp_path):
+def test_a_table_of_one_column_is_recognised_by_its_name(tmp_path):
     (tmp_path / "rows.CSV").write_text("prompt\nhello\n")
     with pytest.raises(UserError, match=r"is a table \(CSV\)"):
         read_rows(str(tmp_path / "rows.CSV"))
 
 
-def test_a_first_line_that_looks_like_another_file_is_a_bad_row_alone(tmp_path):
+def test_a_first_line_that_looks_like_another_file_is_just_a_bad_row(tmp_path):
     for first in ("prompt,label", '[{"prompt": "a"}]', "[", "PAR"):
         found = list(read_rows(str(write_rows(tmp_path / "rows.csv", [first, {"prompt": "b"}]))))
         assert isinstance(found[0].prompt, UserError) and found[1].prompt == "b"

@@ -1,4 +1,4 @@
-"""The jobs of docs/jobs.md, from file to file, as they stand there."""
+"""The jobs of docs/jobs.md, from file to file, exactly as documented."""
 
 from __future__ import annotations
 
@@ -7,24 +7,26 @@ import shlex
 import shutil
 
 import pytest
-from cli_tools import FP32, TINY, write_model
+from command_tools import FP32, TINY, write_model
 from machines import ROOT
 
-pytest_plugins = ["cli_tools"]
+pytest_plugins = ["command_tools"]
 
 TEXT = (ROOT / "docs" / "jobs.md").read_text()
 CODE = dict(re.findall(r"```python\n# (\S+\.py)\n(.*?)```", TEXT, re.DOTALL))
 
 
 @pytest.mark.parametrize(
-    "make, output, read, said",
+    "job",
     [
         ("make_rows.py", "labels.jsonl", "count_labels.py", "Counter({False: 2})\n[]\n"),
         ("make_questions.py", "answers.jsonl", "grade.py", "of 2 are right\n"),
     ],
+    ids=["labels", "answers"],
 )
-def test_a_documented_job(cli, texts, tmp_path, monkeypatch, capfd, make, output, read, said):
-    """With a tiny model, whose answers mean nothing."""
+def test_a_documented_job(cli, texts, tmp_path, monkeypatch, capfd, job):
+    """With a tiny model, whose answers are meaningless."""
+    make, output, read, printed = job
     folder = tmp_path / "model"
     shutil.copytree(texts, folder)
     (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
@@ -35,4 +37,4 @@ def test_a_documented_job(cli, texts, tmp_path, monkeypatch, capfd, make, output
     code, _, err = cli("--model", folder, *FP32, *shlex.split(command))
     assert code == 0, err
     exec(CODE[read], {})
-    assert capfd.readouterr().out.endswith(said)
+    assert capfd.readouterr().out.endswith(printed)

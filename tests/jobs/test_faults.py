@@ -1,4 +1,4 @@
-"""Each read and write of a small job fails once: it ends in a clear error or goes on, and the next run completes it.
+"""Each read and write of a small job fails once: it ends in a clear error or continues, and the next run completes it.
 
 By hand, which writes the outcomes to docs/benchmarks:
 
@@ -23,27 +23,30 @@ from pathlib import Path
 import pytest
 
 sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[1:3]]
-from cli_tools import FP32, ON_DISK, TINY, last_line, percent, read_rows, write_model, write_rows  # noqa: E402
+from command_tools import FP32, ON_DISK, TINY, last_line, percent, read_rows, write_model, write_rows  # noqa: E402
 
 from bench import common  # noqa: E402
-from h2o_flexgen.commands import generate  # noqa: E402
+from h2o_flexgen.commands.main import run_command  # noqa: E402
 from h2o_flexgen.jobs.resume import Done  # noqa: E402
 
-pytest_plugins = ["cli_tools"]
+pytest_plugins = ["command_tools"]
 
 ROWS = [{"prompt_token_ids": [5 + n] * (3 + n)} for n in range(4)]
-#: what a job calls to read, write, place and lock its files; and `open`
+#: calls with which a job reads, writes, replaces and locks its files, besides `open`
 CALLS = {os: ("preadv", "pwrite", "fsync", "replace", "posix_fallocate"), fcntl: ("flock",)}
 FILE_CALLS = ("readinto", "write", "truncate")
 
 
 class Faults:
-    """Lets one call fail, `fails`: its name, and its number among those of that name. Counts all. Of opens, those in
-    `root`."""
+    """Makes one call fail, `fails`: its name, and its number among calls of that name. Counts all calls; of opens only
+    those in `root`."""
 
     def __init__(self, patch: pytest.MonkeyPatch, root: Path, fails: tuple[str, int] | None, error: int):
-        self.root, self.fails, self.error = str(root), fails, error
-        self.calls, self.lock = Counter(), threading.Lock()
+        self.root = str(root)
+        self.fails = fails
+        self.error = error
+        self.calls = Counter()
+        self.lock = threading.Lock()
         for module, names in CALLS.items():
             for name in names:
                 patch.setattr(module, name, self.counted(name, getattr(module, name)))
@@ -69,8 +72,10 @@ class Faults:
         return opened
 
     def open(self, path, mode="r", buffering=-1, *text, **options):
-        """As the built-in one, of a file whose reads and writes are counted."""
-        make = self.File if isinstance(path, int) else self.counted("open", self.File)  # of a descriptor: os.open
+        """Like the built-in one, for a file whose reads and writes are counted."""
+        make = (
+            self.File if isinstance(path, int) else self.counted("open", self.File)
+        )  # a descriptor comes from os.open
         file = make(path, mode.replace("b", ""))
         if buffering == 0:
             return file
@@ -93,19 +98,22 @@ class Job:
         said = io.StringIO()
         with pytest.MonkeyPatch.context() as patch, redirect_stderr(said), redirect_stdout(io.StringIO()):
             faults = Faults(patch, self.folder, fails, error)
-            code = generate.main([*map(str, self.argv), "--output-file", str(out)])
+            code = run_command("generate", [*map(str, self.argv), "--output-file", str(out)], "")
         assert not (self.folder / "offload").exists() or os.listdir(self.folder / "offload") == []
         return code, said.getvalue(), faults.calls
 
 
 def check(folder: Path, goes_on: bool, error: int, most: int) -> Counter:
-    """Let calls of a job fail once each, of one that begins or of one that goes on; returns how many of each call and
+    """Make calls of a new or a resumed job fail once each; returns how many of each call and
     outcome there were.
 
     Args:
         most: of each call, that many at even distances.
     """
-    job, out, whole, outcomes = Job(folder), folder / "out.jsonl", folder / "whole.jsonl", Counter()
+    job = Job(folder)
+    out = folder / "out.jsonl"
+    whole = folder / "whole.jsonl"
+    outcomes = Counter()
     assert job.run(whole)[0] == 0
 
     def begin() -> None:
@@ -135,7 +143,7 @@ def check(folder: Path, goes_on: bool, error: int, most: int) -> Counter:
 
 @pytest.mark.parametrize("goes_on, error", [(False, errno.ENOSPC), (True, errno.EIO)])
 def test_calls_of_each_kind_fail_once(tmp_path, goes_on, error):
-    """Six of each; by hand all."""
+    """Six of each; all of them when run by hand."""
     outcomes = check(tmp_path, goes_on, error, 6)
     assert {name for name, _ in outcomes} == {
         *(name for names in CALLS.values() for name in names),
@@ -147,18 +155,19 @@ def test_calls_of_each_kind_fail_once(tmp_path, goes_on, error):
 @pytest.mark.parametrize(
     "pages, say",
     [
-        (0, "cannot be written: No space left"),  # none for the manifest
+        (0, "cannot be written: No space left"),  # no room for the manifest
         (1, "No space left on device; 0 of 32 finished rows are in it"),
         (2, "finished rows are in it"),
-        (3, "but not in the order of the input: No space left"),  # none for a second copy
+        (3, "but not in the order of the input: No space left"),  # no room for a second copy
         (5, " tokens/s"),
     ],
 )
 def test_a_disk_that_is_full(mount, tmp_path, pages, say):
-    """With room for so many pages."""
+    """With room for this many pages."""
     disk = mount("-t", "tmpfs", "-o", "size=1m", "tmpfs")
     rows = [{"prompt_token_ids": [5 + n] * (1 + n)} for n in range(32)]  # the last one is run first
-    job, out = Job(tmp_path, rows, "--gen-len", 32, "--gpu-batch-size", 16), disk / "out.jsonl"
+    job = Job(tmp_path, rows, "--gen-len", 32, "--gpu-batch-size", 16)
+    out = disk / "out.jsonl"
     (disk / "filler").write_bytes(bytes((1 << 20) - 4096 * pages))
     code, err, _ = job.run(out)
     assert code == (0 if pages == 5 else 2) and say in last_line(err), err
@@ -175,9 +184,10 @@ def main() -> None:
         for goes_on in (False, True):
             for error in (errno.EIO, errno.ENOSPC):
                 outcomes += check(Path(name), goes_on, error, sys.maxsize)
-    names = sorted({name for name, _ in outcomes})
-    ends = ("went on", "clear error")
-    rows = [{"call": name} | {end.replace(" ", "_"): outcomes[name, end] for end in ends} for name in names]
+    rows = []
+    for name in sorted({name for name, _ in outcomes}):
+        went_on = outcomes[name, "went on"]
+        rows.append({"call": name, "went_on": went_on, "clear_error": outcomes[name, "clear error"]})
     common.save("jobs_faults", {"rows": rows})
 
 

@@ -1,4 +1,4 @@
-"""Input files: any text is a row, and a bad row harms no other. Built-in prompts."""
+"""Input files: any text can be a row, and a bad row does not affect the others. Built-in prompts."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import json
 import sys
 
 import pytest
-from cli_tools import FP32, ON_DISK, ON_GPU, PROMPTS, percent, read_rows, write_rows
+from command_tools import FP32, ON_DISK, ON_GPU, PROMPTS, percent, read_rows, write_rows
 
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.jobs.input import builtin_prompts, builtin_text
 from h2o_flexgen.models.tokenizer import load_tokenizer
 
-pytest_plugins = ["cli_tools"]
+pytest_plugins = ["command_tools"]
 
 
 def test_texts_need_a_tokenizer_and_ids_need_none(cli, texts, model, tmp_path):
@@ -56,13 +56,14 @@ def test_a_text_and_its_ids_give_the_same(cli, texts, tmp_path):
 
 
 def test_any_text_is_one_row(cli, texts, tmp_path):
-    """Line separators of Unicode inside a text do not end its row; blank lines are no rows; half a surrogate pair
-    is an error of its row alone."""
+    """Unicode's line separators inside a text do not end its row; blank lines are ignored; half a surrogate pair is an
+    error of its row only."""
     prompts = ["a\u2028b", "a\x85b", "a\u000bb\u000cc", "a\rb", "nul \x00", "\ufeffx", "\ud83d\ude00", "x" * 10]
     lines = [json.dumps({"prompt": p}, ensure_ascii=False).encode("utf-8", "surrogatepass") for p in prompts[:6]]
     lines += [json.dumps({"prompt": p}).encode() for p in prompts[6:]]
     lines += [b"", b"   ", json.dumps({"prompt": "half \ud800 a pair"}).encode()]
-    rows, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    rows = tmp_path / "in.jsonl"
+    out = tmp_path / "out.jsonl"
     rows.write_bytes(b"\r\n".join(lines))
     code, _, err = cli("--model", texts, *FP32, "--gen-len", 2, "--input-file", rows, "--output-file", out)
     assert code == 0, err
@@ -73,7 +74,8 @@ def test_any_text_is_one_row(cli, texts, tmp_path):
 
 
 def test_a_byte_order_mark_is_no_error(cli, model, tmp_path):
-    rows, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    rows = tmp_path / "in.jsonl"
+    out = tmp_path / "out.jsonl"
     rows.write_bytes(b'\xef\xbb\xbf{"prompt_token_ids": [5]}\n')
     code, _, err = cli("--model", model, *FP32, "--gen-len", 2, "--input-file", rows, "--output-file", out)
     assert code == 0, err
@@ -89,7 +91,7 @@ def test_an_input_file_without_prompts(refused, model, tmp_path, content):
     assert "--input-file" in refused("--model", model, "--input-file", path)
 
 
-def test_an_input_file_that_is_not_there(refused, model, tmp_path):
+def test_a_missing_input_file(refused, model, tmp_path):
     assert "--input-file" in refused("--model", model, "--input-file", tmp_path / "none.jsonl")
     assert "--input-file" in refused("--model", model, "--input-file", tmp_path)
 
@@ -146,10 +148,12 @@ BAD_ROWS = [
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 def test_bad_rows_among_good_ones(cli, model, tmp_path, sampled):
-    """A bad row gets its error; the good rows come out as if the bad ones had been good."""
+    """A bad row gets its error; the outputs of the good rows are as if the bad ones had been good."""
     sampling = ("--temperature", "1.0", "--seed", "7") if sampled else ()
     options = ("--model", model, "--hh-ratio", "0.4", *sampling)
-    rows, good, bad = [], [], []
+    rows = []
+    good = []
+    bad = []
     for n, (row, say) in enumerate(BAD_ROWS):
         bad.append((len(rows), say))
         rows.append(row)
@@ -157,7 +161,8 @@ def test_bad_rows_among_good_ones(cli, model, tmp_path, sampled):
             good.append(len(rows))
             rows.append({"prompt_token_ids": PROMPTS[n // 9]})
     assert len(good) == len(PROMPTS)
-    source, target = write_rows(tmp_path / "rows.jsonl", rows), tmp_path / "out.jsonl"
+    source = write_rows(tmp_path / "rows.jsonl", rows)
+    target = tmp_path / "out.jsonl"
     files = ("--input-file", source, "--output-file", target, "--offload-dir", tmp_path / "offload")
     code, out, err = cli(*FP32, *options, *files, "--gen-len", 6)
     assert code == 0, err
@@ -209,8 +214,8 @@ def test_bad_prompts_in_python(model, tmp_path, prompts):
         assert skipped[0].error is None and skipped[0].outputs[0].token_ids
 
 
-def test_rows_that_say_how_they_are_sampled(cli, model, tmp_path):
-    """What a row does not say, the command does; keys that mean nothing here are no error."""
+def test_rows_that_set_their_own_sampling(cli, model, tmp_path):
+    """The command's options apply to what a row does not set; unknown keys are no error."""
     rows = [
         {"prompt_token_ids": [5, 6, 7], "label": "a"},
         {"prompt_token_ids": [5, 6, 7], "max_tokens": 2, "temperature": None, "logprobs": True},
@@ -225,7 +230,7 @@ def test_rows_that_say_how_they_are_sampled(cli, model, tmp_path):
     assert drawn["custom_id"] == "drawn" and drawn["token_ids"] != greedy["token_ids"]
 
 
-def test_a_custom_id_that_is_there_twice(refused, model, tmp_path):
+def test_a_duplicate_custom_id(refused, model, tmp_path):
     row = '{"custom_id": "a", "prompt_token_ids": [5]}'
     path = write_rows(tmp_path / "in.jsonl", [row, "", '{"prompt_token_ids": [5]}', row])
     message = refused("--model", model, "--input-file", path)
@@ -265,7 +270,7 @@ def test_builtin_prompts_are_many_and_differ(texts, count, length):
     assert builtin_prompts(tokenizer, 300, count, length) == prompts
 
 
-def test_builtin_prompts_are_passages_of_a_text_that_goes_round(texts, monkeypatch):
+def test_builtin_prompts_wrap_around_at_the_end_of_their_text(texts, monkeypatch):
     monkeypatch.setattr("h2o_flexgen.jobs.input.builtin_text", lambda: "One sentence. And another one!")
     tokenizer = load_tokenizer(texts)
     prompts = builtin_prompts(tokenizer, 300, 3, 100)

@@ -1,4 +1,4 @@
-"""Jobs that go on: whatever stops one, the next run gives the file of a job that was never stopped."""
+"""Jobs that resume: whatever stops one, the next run gives the file of a job that was never stopped."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from cli_tools import FP32, TINY, last_line, read_rows, write_model, write_rows
+from command_tools import FP32, TINY, last_line, read_rows, write_model, write_rows
 from machines import kernels
 
-from h2o_flexgen import LLM, Policy, SamplingParams, UserError
+from h2o_flexgen import LLM, SamplingParams, UserError
 from h2o_flexgen.engine.observer import ProgressBar
 from h2o_flexgen.errors import Interrupted
 from h2o_flexgen.jobs import input as jobs_input
-from h2o_flexgen.jobs.job import Job, Run
+from h2o_flexgen.jobs.job import Job, JobWriter
 from h2o_flexgen.jobs.manifest import Manifest, manifest_path
 from h2o_flexgen.jobs.output import OutputFile
 from h2o_flexgen.jobs.settings import fingerprint
 from h2o_flexgen.kernels import int8, linear
 
-pytest_plugins = ["cli_tools"]
+pytest_plugins = ["command_tools"]
 
-#: rows that set things of their own, one that cannot be run, and one of OpenAI's
+#: rows that set parameters of their own, one that cannot be run, and one of OpenAI's
 ROWS = [
     {"prompt_token_ids": [5, 6, 7, 8, 9]},
     {"prompt_token_ids": [10, 11, 12], "max_tokens": 2},
@@ -55,7 +55,7 @@ def out(tmp_path) -> Path:
 
 
 def timeless(path: Path) -> list[dict]:
-    """The rows of a file, but for when they were made."""
+    """The rows of a file, without timestamps."""
     rows = read_rows(path)
     for row in rows:
         if "response" in row:
@@ -65,7 +65,8 @@ def timeless(path: Path) -> list[dict]:
 
 def interrupted_at(monkeypatch, stop: int) -> None:
     """Let a job be interrupted before its row number `stop` is added."""
-    real, seen = OutputFile.add, iter(range(99))
+    real = OutputFile.add
+    seen = iter(range(99))
 
     def add(self, index, row):
         if next(seen) == stop:
@@ -77,7 +78,7 @@ def interrupted_at(monkeypatch, stop: int) -> None:
 
 @pytest.mark.parametrize("sampled", [(), ("--temperature", "1.5", "--seed", "7")], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("budget", [(), ("--hh-ratio", "0.2")], ids=["full", "budget"])
-def test_interrupted_at_any_row_it_goes_on_to_the_same_file(job, out, tmp_path, monkeypatch, sampled, budget):
+def test_a_job_interrupted_at_any_row_resumes_to_the_same_file(job, out, tmp_path, monkeypatch, sampled, budget):
     code, err = job(*sampled, *budget, out="whole.jsonl")
     assert code == 0, err
     whole = timeless(tmp_path / "whole.jsonl")
@@ -88,7 +89,7 @@ def test_interrupted_at_any_row_it_goes_on_to_the_same_file(job, out, tmp_path, 
         assert code == 130 and "Traceback" not in err
         done = len(read_rows(out))
         assert done == stop
-        assert last_line(err) == f"interrupted: {done} of 6 rows are done; the same command goes on"
+        assert last_line(err) == f"interrupted: {done} of 6 rows are done; the same command resumes the job"
         code, err = job(*sampled, *budget)
         assert code == 0, err
         assert timeless(out) == whole, stop
@@ -96,8 +97,9 @@ def test_interrupted_at_any_row_it_goes_on_to_the_same_file(job, out, tmp_path, 
             path.unlink()
 
 
-def test_what_an_interrupt_cuts_short_is_not_written(job, out, monkeypatch):
-    real, steps = ProgressBar.on_layer, iter(range(99))
+def test_rows_that_an_interrupt_cuts_short_are_not_written(job, out, monkeypatch):
+    real = ProgressBar.on_layer
+    steps = iter(range(99))
 
     def progress(self, j):
         if self.passes == 3 and next(steps) == 0:
@@ -110,7 +112,7 @@ def test_what_an_interrupt_cuts_short_is_not_written(job, out, monkeypatch):
 
 
 def test_a_kv_budget_stays_what_it_was_when_the_job_began(job, out, tmp_path, monkeypatch):
-    """Though what is left has shorter prompts, or longer ones."""
+    """Even if the rows that are left have shorter prompts, or longer ones."""
     assert job("--hh-ratio", 0.2)[0] == 0
     before = timeless(out)
     longer = [*ROWS, {"prompt_token_ids": [7, 8, 9] * 10}]
@@ -125,7 +127,7 @@ def test_the_budget_auto_is_the_one_that_was_chosen_first(job, out):
     manifest = Path(f"{out}.manifest.json")
     code, err = job("--hh-ratio", "auto")
     assert code == 0, err
-    assert "hh-ratio  slots" in err  # the choice
+    assert "hh-ratio  slots" in err  # the table of budgets
     first = json.loads(manifest.read_text())
     assert first["settings"]["kv_budget"] == "auto"
     code, err = job("--hh-ratio", "auto", rows=[*ROWS, {"prompt_token_ids": [7, 8, 9] * 10}])
@@ -135,8 +137,9 @@ def test_the_budget_auto_is_the_one_that_was_chosen_first(job, out):
 
 def test_a_job_that_is_done_computes_nothing(job, out, monkeypatch):
     assert job()[0] == 0
-    before, stat = out.read_bytes(), out.stat()
-    monkeypatch.setattr(LLM, "_run", None)
+    before = out.read_bytes()
+    stat = out.stat()
+    monkeypatch.setattr(LLM, "run", None)
     code, err = job()
     assert code == 0
     assert "nothing to do: 5 of 6 rows are done, 1 failed, 0 are left" in err
@@ -148,7 +151,7 @@ def test_rows_that_are_new_or_changed_are_run_and_the_command_says_how_many(job,
     rows = [ROWS[0], {"prompt_token_ids": [99]}, *ROWS[2:]]
     code, err = job(rows=rows)
     assert code == 0
-    assert "goes on: 2 of 6 rows are done, 1 failed, 3 are left; 1 were changed and run again, 2 are new" in err
+    assert "resuming: 2 of 6 rows are done, 1 failed, 3 are left; 1 were changed and run again, 2 are new" in err
     assert job(rows=rows, out="whole.jsonl")[0] == 0
     assert timeless(out) == timeless(tmp_path / "whole.jsonl")
 
@@ -162,7 +165,7 @@ def test_rows_with_a_custom_id_may_move(job, out, tmp_path):
     assert read_rows(out) == read_rows(tmp_path / "whole.jsonl")
 
 
-def test_rows_that_are_gone_from_the_input_go_from_the_output(job, out):
+def test_rows_removed_from_the_input_are_removed_from_the_output(job, out):
     assert job()[0] == 0
     code, err = job(rows=ROWS[:3])
     assert code == 0 and "3 are no longer in the input" in err
@@ -170,7 +173,7 @@ def test_rows_that_are_gone_from_the_input_go_from_the_output(job, out):
     assert len(Manifest.read(manifest_path(out)).rows) == 3
 
 
-def test_another_file_of_slots_by_layer_is_another_job(job, out, tmp_path):
+def test_another_file_of_slots_per_layer_is_another_job(job, out, tmp_path):
     path = tmp_path / "layers.json"
     options = ("--hh-size", 2, "--kv-rule", f"mean:layers={path}")
     path.write_text(json.dumps({"budgets": [0.1, 0.5], "losses": [[1, 0], [2, 0], [1, 0]]}))
@@ -180,7 +183,7 @@ def test_another_file_of_slots_by_layer_is_another_job(job, out, tmp_path):
     assert code == 2 and "what the file of --kv-rule's option layers says" in err
 
 
-def test_another_input_file_does_not_throw_a_finished_job_away(job, out):
+def test_another_input_file_does_not_discard_a_finished_job(job, out):
     assert job()[0] == 0
     before = out.read_bytes()
     code, err = job(rows=[{"prompt_token_ids": [n]} for n in range(30, 36)])
@@ -189,7 +192,7 @@ def test_another_input_file_does_not_throw_a_finished_job_away(job, out):
 
 
 def test_failed_rows_stay_failed_unless_they_are_asked_to_run_again(job, out, monkeypatch):
-    """The first time the tokens of one row fail, as where its hidden states overflow."""
+    """The first time the tokens of one row fail, as if its hidden states had overflowed."""
     real = LLM.admit
 
     def refuse(self, prompt, gen_len):
@@ -236,7 +239,7 @@ def test_other_matmuls_are_another_setting(job, out):
 
 
 def test_weights_in_4_bits_are_multiplied_as_when_the_job_began(job, out, monkeypatch, fast_blocks):
-    """Though what was measured on this machine is not what it was; on another that cannot, the job does not go on."""
+    """Even if this machine now measures differently; on a machine that cannot, the job does not resume."""
     options = ("--compress-weight", "int4", "--compute", "int8")
     for first in (False, True):
         linear.use(kernels(blocks=first))
@@ -252,20 +255,20 @@ def test_weights_in_4_bits_are_multiplied_as_when_the_job_began(job, out, monkey
     assert code == 2 and "on CPUs with AVX2 only" in last_line(err)
 
 
-def test_what_changes_no_token_may_change(job, out, tmp_path):
+def test_options_that_change_no_token_may_change(job, out, tmp_path):
     assert job(rows=ROWS[:3])[0] == 0
     code, err = job("--gpu-batch-size", 4, "--offload-dir", tmp_path / "elsewhere", "--gpu-mem", 1)
     assert code == 0, err
 
 
-def test_two_runs_that_begin_anew_keep_both_files(job, out):
+def test_two_restarts_keep_both_old_files(job, out):
     for gen_len in (2, 3, 4):
         assert job("--restart", gen_len=gen_len)[0] == 0
     kept = [Path(f"{out}{end}") for end in ("~", "~~", "")]
     assert [len(read_rows(path)[0]["token_ids"]) for path in kept] == [2, 3, 4]
 
 
-def test_another_model_is_an_error_and_the_same_one_elsewhere_is_none(job, out, model, tmp_path):
+def test_another_model_is_an_error_but_a_copy_is_not(job, out, model, tmp_path):
     assert job()[0] == 0
     assert job(of=shutil.copytree(model, tmp_path / "copy", copy_function=shutil.copyfile))[0] == 0
     other = write_model(tmp_path / "other", config=TINY | {"num_hidden_layers": 2})
@@ -274,7 +277,7 @@ def test_another_model_is_an_error_and_the_same_one_elsewhere_is_none(job, out, 
 
 
 def test_a_fingerprint_is_of_the_content(model, tmp_path):
-    """A change anywhere is seen in a small file, and in a large one where it is sampled; times do not matter."""
+    """A small file is read whole, a large one sampled; times do not matter."""
     weights = tmp_path / "w.safetensors"
 
     def of(content: bytes, vocabulary: dict) -> str:
@@ -299,7 +302,7 @@ def test_a_file_that_no_job_wrote_is_not_touched(job, out):
     assert Path(f"{out}~").read_text() == "my thesis\n"
 
 
-def test_a_file_without_a_row_is_one_that_nobody_began(job, out):
+def test_a_file_without_rows_counts_as_new(job, out):
     out.touch()
     assert job()[0] == 0
     out.unlink()  # its manifest stays
@@ -317,7 +320,7 @@ def test_a_manifest_that_is_damaged(job, out, manifest):
     assert job("--restart")[0] == 0
 
 
-def test_half_a_row_at_the_end_is_none(job, out):
+def test_half_a_row_at_the_end_is_ignored(job, out):
     assert job()[0] == 0
     whole = timeless(out)
     out.write_bytes(out.read_bytes()[:-20])
@@ -341,13 +344,13 @@ def test_half_a_row_at_the_end_is_none(job, out):
         '{"index": [], "error": "x"}',
     ],
 )
-def test_a_line_that_is_no_row_of_the_job(job, out, line):
+def test_a_line_that_is_not_a_row_of_the_job(job, out, line):
     assert job()[0] == 0
     lines = out.read_text().splitlines()
     edited = "".join(row + "\n" for row in [*lines[:2], line, *lines[3:]])
     out.write_text(edited)
     code, err = job()
-    assert code == 2 and "line 3 is no row of this job" in err and out.read_text() == edited
+    assert code == 2 and "line 3 is not a row of this job" in err and out.read_text() == edited
 
 
 def test_a_second_job_on_the_same_file_is_refused(job, out):
@@ -360,15 +363,15 @@ def test_a_second_job_on_the_same_file_is_refused(job, out):
 
 
 def test_of_two_jobs_that_begin_at_once_one_is_refused(job, out, monkeypatch):
-    """The other one begins while this one loads its weights."""
-    real = Run.on_begin
+    """The other one begins while the first one loads its weights."""
+    real = JobWriter.on_begin
 
     def on_begin(self):
-        monkeypatch.setattr(Run, "on_begin", real)
+        monkeypatch.setattr(JobWriter, "on_begin", real)
         assert job()[0] == 0
         real(self)
 
-    monkeypatch.setattr(Run, "on_begin", on_begin)
+    monkeypatch.setattr(JobWriter, "on_begin", on_begin)
     code, err = job()
     assert code == 2 and "another job" in last_line(err)
     assert len(read_rows(out)) == len(ROWS)
@@ -380,7 +383,7 @@ def test_nothing_is_written_before_the_job_has_room(job, out, tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir() if p.is_file()) == ["in.jsonl"]
 
 
-def test_a_job_without_an_input_file_goes_on_too(cli, model, out):
+def test_a_job_without_an_input_file_resumes_too(cli, model, out):
     job = ("--model", model, *FP32, "--prompt-len", 5, "--gen-len", 2, "--output-file", out)
     assert cli(*job, "--num-prompts", 2)[0] == 0
     code, _, err = cli(*job, "--num-prompts", 2)
@@ -392,20 +395,6 @@ def test_options_of_a_job_need_an_output_file(refused, model):
         assert f"{option} is for a job" in refused("--model", model, option, files=False)
 
 
-def test_from_python(model, tmp_path):
-    """What the command does."""
-    from h2o_flexgen.jobs.input import read_rows as read_input
-
-    rows = read_input(str(write_rows(tmp_path / "in.jsonl", ROWS[:2])))
-    with (
-        Job(str(tmp_path / "out.jsonl")) as job,
-        LLM(str(model), Policy(), device="cpu", dtype="float32", progress=False) as llm,
-    ):
-        job.run(llm, rows, SamplingParams(max_tokens=3))
-    assert len(read_rows(tmp_path / "out.jsonl")) == 2
-    assert os.path.exists(tmp_path / "out.jsonl.manifest.json")
-
-
 def test_a_model_runs_one_job_after_the_other(model, tmp_path):
     rows = read_rows_of(tmp_path, ROWS[:2])
     with LLM(str(model), device="cpu", dtype="float32", progress=False) as llm:
@@ -414,14 +403,15 @@ def test_a_model_runs_one_job_after_the_other(model, tmp_path):
                 job.run(llm, rows, SamplingParams(max_tokens=2))
                 with pytest.raises(UserError, match="this Job has run"):
                     job.run(llm, rows, SamplingParams(max_tokens=2))
-    assert len(read_rows(tmp_path / "a.jsonl")) == len(read_rows(tmp_path / "b.jsonl")) == 2
+    for name in ("a.jsonl", "b.jsonl"):
+        assert len(read_rows(tmp_path / name)) == 2 and (tmp_path / f"{name}.manifest.json").exists()
 
 
 def read_rows_of(folder: Path, rows: list) -> list:
     return jobs_input.read_rows(str(write_rows(folder / "in.jsonl", rows)))
 
 
-def test_a_tokenizer_that_truncates_does_not_keep_a_job_from_going_on(job, texts, tmp_path):
+def test_a_job_with_a_truncating_tokenizer_resumes(job, texts, tmp_path):
     folder = tmp_path / "texts"
     shutil.copytree(texts, folder)
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
@@ -433,7 +423,7 @@ def test_a_tokenizer_that_truncates_does_not_keep_a_job_from_going_on(job, texts
     assert code == 0 and "nothing to do: 2 of 2" in err
 
 
-def test_killed_in_a_restart_no_foreign_row_is_taken_for_a_finished_one(job, out, monkeypatch):
+def test_after_a_kill_during_a_restart_foreign_rows_are_not_mistaken_for_finished_ones(job, out, monkeypatch):
     foreign = '{"index": 0, "text": "", "token_ids": [99], "finish_reason": "stop"}\n'
     out.write_text(foreign)
     with monkeypatch.context() as patch:
@@ -450,7 +440,7 @@ def test_killed_in_a_restart_no_foreign_row_is_taken_for_a_finished_one(job, out
     assert 99 not in read_rows(out)[0]["token_ids"]
 
 
-def test_finished_rows_that_go_are_kept_in_the_old_file(job, out):
+def test_finished_rows_that_are_dropped_are_kept_in_the_old_file(job, out):
     assert job()[0] == 0
     before = out.read_text()
     code, err = job(rows=ROWS[:3])
@@ -463,7 +453,7 @@ def test_plain_rows_may_have_labels_of_any_name(job, out):
     assert len(read_rows(out)[0]["token_ids"]) == 4
 
 
-def test_the_manifest_is_no_place_for_the_report(refused, model, tmp_path):
+def test_the_report_cannot_overwrite_the_manifest(refused, model, tmp_path):
     out = tmp_path / "x.jsonl"
     message = refused("--model", model, "--output-file", out, "--report", f"{out}.manifest.json", files=False)
     assert "the manifest of --output-file and --report name the same file" in message

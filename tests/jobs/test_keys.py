@@ -1,11 +1,11 @@
-"""A key of a row is honoured, refused, or a label that means nothing to anybody; plain rows and requests agree."""
+"""A key of a row is honoured, refused, or an ignored label, in plain rows as in requests."""
 
 from __future__ import annotations
 
 import json
 
 import pytest
-from cli_tools import write_rows
+from command_tools import write_rows
 
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.jobs.input import read_rows
@@ -99,14 +99,14 @@ def row_of(tmp_path, row: dict | str):
 
 @pytest.mark.parametrize("form", [plain, completion])
 @pytest.mark.parametrize("key, value, say", REFUSALS)
-def test_what_would_change_the_answer_is_refused(tmp_path, form, key, value, say):
+def test_keys_that_would_change_the_answer_are_refused(tmp_path, form, key, value, say):
     error = row_of(tmp_path, form(**{key: value})).prompt
     assert isinstance(error, RowError) and say in str(error) and error.param == key
 
 
 @pytest.mark.parametrize("form", [plain, completion])
-def test_what_asks_for_nothing_is_not(tmp_path, form):
-    """Clients write out all they know."""
+def test_harmless_values_are_accepted(tmp_path, form):
+    """Some clients write out every key."""
     neutral = {name: values[0] for name, values in REFUSED.items() if values}
     nulls = dict.fromkeys([*SAMPLING, *(REFUSED.keys() - neutral), *OTHER_NAMES])
     row = row_of(tmp_path, form(**neutral, **(nulls if form is plain else dict.fromkeys(SAMPLING))))
@@ -115,7 +115,7 @@ def test_what_asks_for_nothing_is_not(tmp_path, form):
 
 @pytest.mark.parametrize("form", [plain, completion])
 @pytest.mark.parametrize("value", ["", [], {}, False], ids=repr)
-def test_what_is_empty_asks_for_nothing(tmp_path, form, value):
+def test_empty_values_are_accepted(tmp_path, form, value):
     names = [*REFUSED, *OTHER_NAMES, "chat_template_kwargs"]
     if value is False:
         names = REFUSED.keys() - SWITCHES
@@ -148,7 +148,7 @@ def test_a_name_of_chats_is_meant_for_the_model_beside_messages(tmp_path):
     ],
 )
 def test_null_is_absent(tmp_path, row):
-    """A table with columns of several kinds writes null where a row has none."""
+    """A table writes null in the columns that a row lacks."""
     assert not isinstance(row_of(tmp_path, row).prompt, UserError)
 
 
@@ -157,7 +157,7 @@ def test_other_keys_are_labels(tmp_path):
     assert row.prompt == [5] and row.params == {}
 
 
-def test_a_row_says_how_it_is_sampled(tmp_path):
+def test_a_row_sets_its_own_sampling(tmp_path):
     given = {"max_tokens": 5, "temperature": 0.5, "top_p": 0.9, "top_k": -1, "seed": 3, "stop": ["a"]}
     given |= {"stop_token_ids": [7, 8], "ignore_eos": True}
     assert given.keys() == SAMPLING.keys()
@@ -210,4 +210,4 @@ def test_rows_whose_names_differ_only_in_half_a_surrogate_pair_draw_other_number
     rows = read_rows(str(write_rows(tmp_path / "rows.jsonl", [json.dumps(plain(custom_id=name)) for name in names])))
     assert len({row.key for row in rows}) == len(names)
     (row,) = read_rows(str(write_rows(tmp_path / "rows.jsonl", [plain(custom_id="grüße")])))
-    assert row.key == 0x8285D1AD84C6B6E  # as ever
+    assert row.key == 0x8285D1AD84C6B6E  # must never change

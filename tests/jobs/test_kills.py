@@ -1,4 +1,4 @@
-"""A job that is killed again and again gives what one that nobody touched gives.
+"""A job that is killed again and again gives the output of an undisturbed one.
 
 By hand, with more kills, or of the demo model, which writes the figures to docs/benchmarks:
 
@@ -22,19 +22,20 @@ from collections import Counter
 from pathlib import Path
 
 sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[1:3]]
-from cli_tools import FP32, ON_DISK, end, percent, read_rows, start, wide, write_rows  # noqa: E402
+from command_tools import FP32, ON_DISK, end, percent, read_rows, start, wide, write_rows  # noqa: E402
 
 from bench import common  # noqa: E402
 
 #: a random model whose job, all on disk, takes some seconds
 MODEL = wide(128, vocab_size=256, num_hidden_layers=6, num_attention_heads=8, max_position_embeddings=512)
-BATCH, BATCHES = 2, 2
-#: tokens of the longest output: after so many passes the first rows have ended
+BATCH = 2
+BATCHES = 2
+#: tokens of the longest output: after this many passes the first rows have ended
 LONGEST = 28
 
 
 def rows(count: int) -> list[dict]:
-    """Of several lengths and parameters, some with a name, one that cannot be run."""
+    """Rows of several lengths and parameters, some with a name, one that cannot be run."""
     found = []
     for n in range(count):
         row = {"prompt_token_ids": [10 + (7 * n + m) % 200 for m in range(20 + 9 * (n % 5))], "max_tokens": 20 + n % 9}
@@ -57,7 +58,7 @@ def command(folder: Path, model: tuple, out: str) -> tuple:
 
 
 def finished(path: Path) -> list:
-    """The names of the rows that are whole in an output file."""
+    """The ids of the complete rows in an output file."""
     whole = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     done = [json.loads(line) for line in whole]
     return [row.get("custom_id", row["index"]) for row in done]
@@ -65,8 +66,10 @@ def finished(path: Path) -> list:
 
 def kill_until_done(argv: tuple, path: Path, kills: int, seconds: float, rng: random.Random) -> dict:
     """Run a job, killed -9 at random moments, to its end; each kill loses at most the rows that were running.
-    It comes at most so many `seconds` behind the moment when the job runs."""
-    done, struck, later = [], 0, 0
+    It comes within `seconds` after the job has begun to run."""
+    done = []
+    struck = 0
+    later = 0
     while struck < kills:
         process = start(*argv)
         said = once_it_runs(process)
@@ -78,22 +81,23 @@ def kill_until_done(argv: tuple, path: Path, kills: int, seconds: float, rng: ra
         now = finished(path)
         assert len(set(now)) == len(now), "a row stands twice"
         assert set(done) <= set(now), "a finished row was lost"
-        # a pass is said to begin once the rows that ended with the one before are on the disk
+        # a pass is announced after the rows that ended with the previous one are on disk
         passes = max(map(int, re.findall(r"pass (\d+) of", said + err)), default=1)
         assert len(now) > len(done) or passes <= LONGEST, "more than the running rows were lost"
         was_late = len(now) > len(done)
         done = now
-        if code == 0:  # it was quicker: the next one is killed earlier
+        if code == 0:  # it finished first
             break
         assert code == -signal.SIGKILL, said + err
-        struck, later = struck + 1, later + was_late
+        struck = struck + 1
+        later = later + was_late
     code, _, err = end(start(*argv), timeout=600)
     assert code == 0, err
     return {"kills": struck, "behind_the_first_block": later}
 
 
 def once_it_runs(process: subprocess.Popen) -> str:
-    """Wait for the weights to be placed: what is before writes nothing. Returns what it has said."""
+    """Wait until weights are loaded, since nothing is written before. Returns stderr so far."""
     seen = b""
     while b"pass" not in seen and (piece := process.stderr.read(1)):
         seen += piece
@@ -101,14 +105,18 @@ def once_it_runs(process: subprocess.Popen) -> str:
 
 
 def check(folder: Path, model: tuple, count: int, kills: int, seconds: float = 1.0) -> dict:
-    """Kill a job `kills` times, starting anew whenever it is done, and compare each with an untouched one."""
+    """Kill a job `kills` times, starting over whenever it is done, and compare each with an undisturbed one."""
     write_rows(folder / "in.jsonl", rows(count))
     code, _, err = end(start(*command(folder, model, "whole.jsonl")), timeout=600)
     assert code == 0, err
-    whole, rng, jobs, total = read_rows(folder / "whole.jsonl"), random.Random(kills), 0, Counter()
+    whole = read_rows(folder / "whole.jsonl")
+    rng = random.Random(kills)
+    jobs = 0
+    total = Counter()
     while total["kills"] < kills:
         out = f"killed-{jobs}.jsonl"
-        argv, left = command(folder, model, out), kills - total["kills"]
+        argv = command(folder, model, out)
+        left = kills - total["kills"]
         total.update(kill_until_done(argv, folder / out, left, seconds, rng))
         assert read_rows(folder / out) == whole, "not the rows of a job that nobody killed"
         jobs += 1
@@ -132,7 +140,8 @@ def main() -> None:
     parser.add_argument("--demo-model", action="store_true")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
-        folder, begin = Path(name), time.time()
+        folder = Path(name)
+        begin = time.time()
         os.environ["H2O_FLEXGEN_HOME"] = f"{name}/home"
         (folder / "model").mkdir()
         (folder / "model" / "config.json").write_text(json.dumps(MODEL))

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-from cli_tools import FP32, read_rows, write_rows
+from command_tools import FP32, read_rows, write_rows
 
-pytest_plugins = ["cli_tools"]
+pytest_plugins = ["command_tools"]
 
 #: the example of vLLM's documentation (offline inference with the OpenAI batch file format)
 VLLM = [
@@ -35,7 +35,7 @@ HELLO = [{"role": "user", "content": "Hello"}]
 
 @pytest.fixture
 def run(cli, talker, tmp_path):
-    """The output lines of a batch; each makes 4 tokens where it says nothing else."""
+    """The output lines of a batch; each generates 4 tokens unless it asks for a number."""
 
     def batch(lines: list, *options, of: Path = talker) -> list[dict]:
         files = ("--input-file", write_rows(tmp_path / "in.jsonl", lines), "--output-file", tmp_path / "out.jsonl")
@@ -62,7 +62,7 @@ def body_of(line: dict) -> dict:
 
 @pytest.mark.parametrize("lines", [VLLM, OPENAI], ids=["vLLM's", "OpenAI's"])
 def test_the_documented_example(run, lines):
-    """Its lines are short here: 8 tokens instead of 1000."""
+    """With 8 tokens instead of 1000."""
     text = json.dumps(lines).replace("1000", "8")
     found = run(json.loads(text))
     assert [line["custom_id"] for line in found] == ["request-1", "request-2"]

@@ -1,4 +1,4 @@
-"""Output files: rows in the order of the input, kept whatever happens to the job or the disk."""
+"""Output files: rows in the order of the input, which survive whatever happens to the job or the disk."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import shutil
 from pathlib import Path
 
 import pytest
-from cli_tools import FP32, ON_DISK, PROMPTS, SHORT, TINY, last_line, percent, read_rows, write_prompts
+from command_tools import FP32, ON_DISK, PROMPTS, SHORT, TINY, last_line, percent, read_rows, write_prompts
 
 from h2o_flexgen.jobs.output import DoneRow, OutputFile, encoded, open_done, read_done
 
-pytest_plugins = ["cli_tools"]
+pytest_plugins = ["command_tools"]
 
 
 def test_rows_come_in_the_order_of_the_input_with_exactly_four_fields(cli, model, tmp_path):
-    """Blocks are made by length, so that the order of work is another."""
+    """Rows are run by length, in another order."""
     prompts = [[3 + n % 7] * (1 + (5 * n) % 17) for n in range(23)]
     rows = write_prompts(tmp_path / "in.jsonl", prompts)
     out = tmp_path / "out.jsonl"
@@ -78,7 +78,7 @@ def test_an_output_on_a_read_only_file_system(refused, model, read_only):
     assert "cannot be written" in message
 
 
-def test_an_output_that_is_no_file(refused, model, tmp_path):
+def test_an_output_that_is_not_a_file(refused, model, tmp_path):
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     assert "--output-file" in refused("--model", model, *SHORT, "--output-file", fifo, files=False)
@@ -111,7 +111,7 @@ def test_a_pipe_in_the_place_of_a_file_of_the_job_is_not_waited_for(cli, model, 
 
 
 def test_an_old_file_is_not_kept_behind_a_link(cli, model, tmp_path, precious):
-    """Of names with ~, one that a link to nowhere has is taken."""
+    """A dangling link counts as an existing backup."""
     out = tmp_path / "out.jsonl"
     (tmp_path / "out.jsonl~").symlink_to(precious.with_name("new"))
     (tmp_path / "out.jsonl~~").symlink_to(precious)
@@ -134,9 +134,10 @@ def done(path: Path) -> list:
 
 
 def test_rows_wait_while_their_disk_is_full(tmp_path, caplog):
-    """And go to the file, whole, as soon as there is space."""
+    """They are written completely as soon as there is space."""
     file = OutputFile(tmp_path / "out.jsonl")
-    real, room = file.file, []
+    real = file.file
+    room = []
 
     class Full:
         def __getattr__(self, name):
@@ -157,7 +158,7 @@ def test_rows_wait_while_their_disk_is_full(tmp_path, caplog):
     assert add(0) == [0]
     room[:] = [0, 7, 0]  # half of a row is written
     assert add(3) == add(2) == [0]
-    assert caplog.text.count("No space left on device; the job goes on") == 1
+    assert caplog.text.count("No space left on device; the job continues") == 1
     assert add(1) == [0, 3, 2, 1]
     file.finish()
     file.close()
@@ -165,14 +166,14 @@ def test_rows_wait_while_their_disk_is_full(tmp_path, caplog):
     assert os.listdir(tmp_path) == ["out.jsonl"]
 
 
-def test_what_a_failed_fsync_may_have_dropped_is_written_again(tmp_path, monkeypatch):
-    """The kernel may report an error once, and forget the pages that it could not write."""
+def test_rows_that_a_failed_fsync_may_have_lost_are_written_again(tmp_path, monkeypatch):
+    """The kernel may report an error once, and drop the pages that it could not write."""
     out = tmp_path / "out.jsonl"
     file = OutputFile(out, [(0, encoded(plain(0).data))])
     synced = out.stat().st_size
 
     def fsync(fd):
-        os.truncate(out, synced)  # what the disk has
+        os.truncate(out, synced)  # what is on disk
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     for index in (1, 2):
@@ -207,7 +208,7 @@ def job(cli, model, tmp_path):
 
 @pytest.mark.parametrize("nth", range(4))
 def test_an_output_file_that_cannot_be_put_in_place(job, tmp_path, monkeypatch, nth):
-    """Two files are put in place when the job begins, and one at its end; whatever fails, the next run completes it."""
+    """Two files are replaced at the beginning, and one at the end; whichever fails, the next run completes the job."""
     real = os.replace
     calls = iter(range(99))
     with monkeypatch.context() as patch:

@@ -1,4 +1,4 @@
-"""Jobs of any size: rows are read as the engine has room, written as they end, and none stays in memory."""
+"""Jobs of any size: rows are read when the engine has room, written when they end, and never stay in memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
-from cli_tools import TINY, environment, read_rows, write_model, write_rows
+from command_tools import TINY, environment, read_rows, write_model, write_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from machines import ROOT
@@ -21,12 +21,13 @@ from stub_engine import StubLLM
 
 from h2o_flexgen import SamplingParams, UserError
 from h2o_flexgen.jobs import content, input, manifest, output, resume
+from h2o_flexgen.jobs.admission import Admission
 from h2o_flexgen.jobs.content import Content
 from h2o_flexgen.jobs.job import Job
 from h2o_flexgen.jobs.manifest import Manifest, manifest_path
 from h2o_flexgen.planning.workload import Workload
 
-pytest_plugins = ["cli_tools"]
+pytest_plugins = ["command_tools"]
 
 PARAMS = SamplingParams(max_tokens=5)
 
@@ -38,7 +39,7 @@ def llm(model):
 
 
 def run(llm: StubLLM, folder: Path, rows: list, stop: int | None = None, out: str = "out.jsonl", **options) -> list:
-    """The rows of the output file, after a job that is stopped behind so many rows."""
+    """The rows of the output file, after a job that stops after `stop` rows."""
     llm.stop = stop
     restart = options.pop("restart", False)
     with Job(str(folder / out), restart) as job, suppress(KeyboardInterrupt):
@@ -47,7 +48,7 @@ def run(llm: StubLLM, folder: Path, rows: list, stop: int | None = None, out: st
 
 
 def many(count: int) -> list[dict]:
-    """Some with a name, and some that cannot be run."""
+    """Rows, some with a name, and some that cannot be run."""
     rows = [{"prompt_token_ids": [3 + n % 90] * (1 + n % 4)} for n in range(count)]
     for n, row in enumerate(rows):
         row |= {"custom_id": f"row {n}"} if n % 3 else {}
@@ -64,8 +65,8 @@ ROW = st.fixed_dictionaries(
 
 @given(st.lists(ROW, min_size=1, max_size=12), st.integers(0, 12), st.data())
 @settings(max_examples=80, deadline=None)
-def test_stopped_anywhere_and_with_another_input_it_ends_as_if_never_stopped(llm, rows, names, data):
-    """The first rows have names; all may move, some go, and new ones come."""
+def test_a_job_stopped_anywhere_ends_as_if_never_stopped(llm, rows, names, data):
+    """Even if the input changes: the first rows have names; all may move, some are removed, and new ones added."""
     llm.window = data.draw(st.integers(1, 5))
     before = [row | {"custom_id": f"row {n}"} for n, row in enumerate(rows[:names])] + rows[names:]
     stays = data.draw(st.integers(1, len(rows)))
@@ -85,23 +86,24 @@ def test_stopped_anywhere_and_with_another_input_it_ends_as_if_never_stopped(llm
 
 def test_rows_are_read_as_the_engine_asks_and_written_once_a_pass(llm, tmp_path, monkeypatch):
     llm.window = 4
-    parse = input.parse_row
+    admitted = Admission.admitted
     flush = output.OutputFile.flush
     read = []
     on_disk = []
 
-    def noted(line: bytes, index: int, number: int) -> input.Row:
-        read.append(index)
-        return parse(line, index, number)
+    def noted(self):
+        for row in admitted(self):
+            read.append(row)
+            yield row
 
     def flushed(self) -> None:
         flush(self)
-        on_disk.append((read[-1] + 1, len(read_rows(tmp_path / "out.jsonl"))))
+        on_disk.append((len(read), len(read_rows(tmp_path / "out.jsonl"))))
 
-    monkeypatch.setattr(input, "parse_row", noted)
+    monkeypatch.setattr(Admission, "admitted", noted)
     monkeypatch.setattr(output.OutputFile, "flush", flushed)
     run(llm, tmp_path, [{"prompt_token_ids": [5]}] * 10)
-    assert on_disk == [(10, 0), (4, 4), (8, 8), (10, 10), (10, 10)]  # the first when it begins, the last when it ends
+    assert on_disk == [(0, 0), (4, 4), (8, 8), (10, 10), (10, 10)]  # first at the beginning, last at the end
 
 
 def test_rows_that_cannot_be_run_do_not_wait_in_memory(llm, tmp_path, monkeypatch):
@@ -114,36 +116,48 @@ def test_rows_that_cannot_be_run_do_not_wait_in_memory(llm, tmp_path, monkeypatc
     assert found == run(llm, tmp_path, rows, retry_errors=True)
 
 
-def test_the_engine_is_told_the_lengths_of_all_rows_that_run(llm, tmp_path, monkeypatch):
-    told = []
-    monkeypatch.setattr(StubLLM, "generate", lambda self, *args, workload, **more: told.append(workload))
+def test_the_plan_knows_the_lengths_of_all_rows_that_run(llm, tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(StubLLM, "run", lambda self, job, writer: seen.append(job.workload))
     with pytest.raises(AttributeError):  # the stub begins no job
         run(llm, tmp_path, many(20))
-    found = Workload(told[0].prompt_lens.tolist(), told[0].gen_len)
+    found = Workload(seen[0].prompt_lens.tolist(), seen[0].gen_len)
     assert found == Workload(sorted((1 + n % 4 for n in range(20) if n % 7 != 6), reverse=True), PARAMS.max_tokens)
 
 
 @pytest.mark.parametrize("change", ["edited", "cut", "appended"])
-def test_an_input_file_that_changes_while_the_job_runs(llm, tmp_path, monkeypatch, change):
-    """Lines behind the end are not read; anything else is an error, and the same command goes on with the new file."""
-    llm.window = 2
+def test_an_input_file_may_change_once_its_rows_are_admitted(llm, tmp_path, monkeypatch, change):
+    """The job runs the rows that it has read, and the next run runs new ones."""
     rows = many(9)
     whole = run(llm, tmp_path, rows, out="whole.jsonl")
     new = {"edited": [*rows[:6], {"prompt_token_ids": [7]}, *rows[7:]], "cut": rows[:8], "appended": [*rows, rows[0]]}
-    generate = StubLLM.generate
+    real = StubLLM.run
 
-    def changed(self, *args, **more):
+    def changed(self, job, writer):
         write_rows(tmp_path / "in.jsonl", new[change])
-        return generate(self, *args, **more)
+        real(self, job, writer)
 
-    monkeypatch.setattr(StubLLM, "generate", changed)
-    if change == "appended":
+    with monkeypatch.context() as patch:
+        patch.setattr(StubLLM, "run", changed)
         assert run(llm, tmp_path, rows) == whole
-    else:
-        with pytest.raises(UserError, match="in.jsonl was changed while the job read it: .*; [1-8] of 9 rows are done"):
-            run(llm, tmp_path, [*rows[:6], {"prompt_token_ids": [8]}, *rows[7:]])
-    monkeypatch.undo()
     assert run(llm, tmp_path, new[change]) == run(llm, tmp_path, new[change], out="new.jsonl")
+
+
+@pytest.mark.parametrize("change", ["edited", "cut", "appended"])
+def test_an_input_file_that_changes_before_its_rows_are_admitted(llm, tmp_path, change):
+    """Appended lines are not read; anything else is an error."""
+    rows = many(9)
+    whole = run(llm, tmp_path, rows, out="whole.jsonl")
+    read = input.read_rows(str(write_rows(tmp_path / "in.jsonl", rows)))
+    new = {"edited": [*rows[:6], {"prompt_token_ids": [7]}, *rows[7:]], "cut": rows[:8], "appended": [*rows, rows[0]]}
+    write_rows(tmp_path / "in.jsonl", new[change])
+    with Job(str(tmp_path / "out.jsonl")) as job:
+        if change == "appended":
+            job.run(llm, read, PARAMS)
+            assert read_rows(tmp_path / "out.jsonl") == whole
+        else:
+            with pytest.raises(UserError, match="in.jsonl was changed while the job read it: start the job again"):
+                job.run(llm, read, PARAMS)
 
 
 def test_an_output_file_that_is_edited_while_the_job_begins(llm, tmp_path):
@@ -158,7 +172,7 @@ def test_an_output_file_that_is_edited_while_the_job_begins(llm, tmp_path):
 
 
 def test_an_output_file_that_is_edited_while_the_job_runs(llm, tmp_path, monkeypatch):
-    """An editor puts a copy in its place, or writes into it."""
+    """An editor replaces it by a copy, or writes into it."""
     llm.window = 4
     out = tmp_path / "out.jsonl"
     whole = run(llm, tmp_path, many(9), out="whole.jsonl")
@@ -184,7 +198,7 @@ def test_an_output_file_that_is_edited_while_the_job_runs(llm, tmp_path, monkeyp
 
 
 def test_a_manifest_of_an_earlier_version(llm, tmp_path):
-    """It has the id and the digest of each row in words."""
+    """It has the id and the digest of each row as text."""
     rows = many(20)
     whole = run(llm, tmp_path, rows)
     path = manifest_path(tmp_path / "out.jsonl")
@@ -214,7 +228,7 @@ def test_a_manifest_of_many_rows_is_json_of_many_lines(tmp_path):
 
 @pytest.fixture
 def weak_hashes(monkeypatch):
-    """Of six bits, so that some ids have the same."""
+    """Hashes of six bits, so that some ids collide."""
     real = input.id_hash
     for module in (input, manifest, resume):
         monkeypatch.setattr(module, "id_hash", lambda id: real(id) % 64)
@@ -232,12 +246,12 @@ def test_ids_with_the_same_hash_are_not_the_same_id(llm, tmp_path, weak_hashes):
         run(llm, tmp_path, [*rows, rows[2]])
 
 
-def test_a_row_that_is_there_twice_is_found_among_those_with_its_hash(llm, tmp_path, weak_hashes):
+def test_a_duplicate_row_is_found_among_those_with_its_hash(llm, tmp_path, weak_hashes):
     run(llm, tmp_path, many(30))
     out = tmp_path / "out.jsonl"
     lines = out.read_text().splitlines(keepends=True)
     out.write_text("".join([*lines, lines[5]]))
-    with pytest.raises(UserError, match="line 31 is no row of this job"):
+    with pytest.raises(UserError, match="line 31 is not a row of this job"):
         Job(str(out))
 
 
@@ -254,7 +268,7 @@ def test_lines_do_not_depend_on_the_blocks_that_are_read(parts, data):
             assert list(lines) == text.splitlines(keepends=True)
 
 
-def test_what_comes_through_a_pipe_is_read_again_from_a_file_without_a_name(tmp_path, monkeypatch):
+def test_a_pipe_is_copied_into_an_unnamed_file_and_read_again(tmp_path, monkeypatch):
     monkeypatch.setattr(content, "SPOOL_BYTES", 10)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     read, write = os.pipe()
@@ -268,7 +282,7 @@ def test_what_comes_through_a_pipe_is_read_again_from_a_file_without_a_name(tmp_
 
 
 def test_six_times_the_rows_take_the_same_memory(tmp_path):
-    """But for some bytes of each: what a job of a million rows may take, 200 MB and 16 bytes a row, scaled down."""
+    """Except for a few bytes of each row: the limit of a million rows, 200 MB and 16 bytes a row, scaled down."""
     write_model(tmp_path / "model", config=TINY | {"max_position_embeddings": 128})
     argv = [sys.executable, ROOT / "tests" / "stub_engine.py", tmp_path, "10000", "60000"]
     done = subprocess.run(argv, env=environment(), capture_output=True, text=True, check=True)

@@ -18,7 +18,7 @@ from h2o_flexgen.formats import dtype_name
 from h2o_flexgen.kernels import attention, exact, int8, linear, timing
 from h2o_flexgen.kernels.rates import KernelRates
 
-pytest_plugins = ["cli_tools"]
+pytest_plugins = ["command_tools"]
 
 HALVES = [torch.bfloat16, torch.float16]
 

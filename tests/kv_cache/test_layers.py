@@ -1,4 +1,4 @@
-"""Slots by layer: as many in all, more where few cost most; the engine keeps what the oracle keeps with them."""
+"""Different numbers of slots in different layers: the same total, and the tokens of the oracle."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ from hypothesis import strategies as st
 from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams, UserError
 from h2o_flexgen.analysis.calibration import Probe, Watched
 from h2o_flexgen.analysis.simulation import MaskedCache
-from h2o_flexgen.commands import options
+from h2o_flexgen.commands.budget import check_model
+from h2o_flexgen.commands.main import main
 from h2o_flexgen.kv_cache import check_rule, rule_for
 from h2o_flexgen.kv_cache.layers import LayerLosses
 from h2o_flexgen.models.spec import ModelSpec, Rope
 
-pytest_plugins = ["cli_tools"]
+pytest_plugins = ["command_tools"]
 
 BUDGETS = [0.05, 0.1, 0.2, 0.5]
-STEEP, FLAT = [8.0, 4.0, 1.0, 0.0], [0.1, 0.05, 0.02, 0.0]
+STEEP = [8.0, 4.0, 1.0, 0.0]
+FLAT = [0.1, 0.05, 0.02, 0.0]
 
 
 @given(
@@ -29,34 +31,36 @@ STEEP, FLAT = [8.0, 4.0, 1.0, 0.0], [0.1, 0.05, 0.02, 0.0]
     heavy=st.integers(50, 250),
     recent=st.integers(0, 250),
 )
-def test_all_layers_together_have_the_slots_of_the_budget(losses, heavy, recent):
+def test_all_layers_together_use_the_slots_of_the_budget(losses, heavy, recent):
     slots = LayerLosses(tuple(BUDGETS), tuple(map(tuple, losses))).slots(heavy, recent, 1000)
     total = sum(h + r for h, r in slots)
     assert abs(total - len(losses) * (heavy + recent)) <= 1
     assert all(h >= 0 and r >= 0 and h + r >= 1 for h, r in slots)
 
 
-def test_the_layer_whose_loss_falls_most_gets_most():
+def test_the_layer_with_the_steepest_loss_gets_most_slots():
     few, many = LayerLosses(tuple(BUDGETS), (tuple(FLAT), tuple(STEEP))).slots(75, 75, 1000)
     assert sum(few) + sum(many) == 300 and sum(many) > 2 * sum(few)
     assert many[0] == pytest.approx(many[1], abs=1)
 
 
 @pytest.mark.parametrize("slots", [20, 300])
-def test_a_budget_that_was_not_measured_is_refused(slots):
+def test_a_budget_outside_the_measured_range_is_refused(slots):
     known = LayerLosses(tuple(BUDGETS), (tuple(FLAT), tuple(STEEP)))
-    with pytest.raises(UserError, match="slots for 5.0% to 50.0% of a text"):
+    with pytest.raises(UserError, match="budgets of 5.0% to 50.0% of a text"):
         known.slots(slots, slots, 1000)
 
 
 def test_calibration_keeps_what_the_rule_keeps(tiny):
-    """Whatever its queries' weights: masks, which give what dropping gives, say who stays of a prompt."""
-    model, length = resident(tiny()), 96
+    """For any weights of queries. Masks stand in for dropping."""
+    model = resident(tiny())
+    length = 96
     ids = torch.tensor(tiny().prompts([length] * 2))
     for text in ("h2o", "decayed:decay=0.5", "snapkv:window=4", "smoothed:decay=0.9"):
         budget = KVBudget.from_size(8, 8, text)
         rule = rule_for(budget, 64, length - 64, model.spec)
-        cache, attention = MaskedCache(rule, length), Watched()
+        cache = MaskedCache(rule, length)
+        attention = Watched()
         positions = torch.arange(length).expand(ids.shape)
         hidden = model.embed(ids, positions)
         model.block(0, hidden, positions, attention)
@@ -69,7 +73,8 @@ def test_calibration_keeps_what_the_rule_keeps(tiny):
 @pytest.mark.parametrize("percent", [(100, 0, 100, 0, 100, 0), (0, 0, 0, 0, 0, 0)], ids=["ram", "disk"])
 @pytest.mark.parametrize("name", ["smoothed", "h2o"])
 def test_tokens_are_those_of_the_oracle_with_the_slots_of_each_layer(tiny, tmp_path, name, percent):
-    model, path = tiny(), tmp_path / "layers.json"
+    model = tiny()
+    path = tmp_path / "layers.json"
     layers = model.oracle.layers
     path.write_text(json.dumps({"budgets": BUDGETS, "losses": [FLAT, STEEP, FLAT, STEEP][:layers]}))
     budget = KVBudget.from_size(4, 4, f"{name}:layers={path}")
@@ -124,20 +129,19 @@ def test_a_file_of_another_kind_is_refused(tmp_path, text):
 def test_a_file_of_another_model_or_rule_is_a_warning(tmp_path, capsys, measured, says):
     path = tmp_path / "layers.json"
     path.write_text(json.dumps({"budgets": BUDGETS, "losses": [FLAT, STEEP]} | measured))
-    options.check_model(None, f"mean:layers={path}", "m", "")
+    check_model(None, f"mean:layers={path}", "m", "")
     assert capsys.readouterr().err == says
 
 
-def test_calibrate_writes_what_generate_takes(texts, tmp_path, capsys):
-    text, path = tmp_path / "text.txt", tmp_path / "layers.json"
+def test_calibrate_writes_a_file_that_rules_can_read(texts, tmp_path, capsys):
+    text = tmp_path / "text.txt"
+    path = tmp_path / "layers.json"
     text.write_text("to be or not to be, that is the question. " * 200)
-    from h2o_flexgen.commands import calibrate
-
     options = [str(text), "--model", str(texts), "--windows", "1", "--window", "64", "--output", str(path)]
-    assert calibrate.main(options) == 0
-    assert calibrate.main([*options[:-1], str(tmp_path / "b.json"), "--kv-rule", f"h2o:layers={path}"]) == 2
+    assert main(["calibrate", *options]) == 0
+    assert main(["calibrate", *options[:-1], str(tmp_path / "b.json"), "--kv-rule", f"h2o:layers={path}"]) == 2
     known = LayerLosses.from_file(str(path))
     assert known.losses and min(map(min, known.losses)) > -1e-6
     assert known.model == str(texts)
-    assert calibrate.main([*options[:-1], str(tmp_path / "c.json"), "--kv-rule", "vatp"]) == 2
+    assert main(["calibrate", *options[:-1], str(tmp_path / "c.json"), "--kv-rule", "vatp"]) == 2
     assert "take a larger --window than 64" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Where a token's k and v lie in the bytes of a cache."""
+"""The places of a token's K and V in the bytes of a cache."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FIXED = HeavyHitterCache.metadata, HeavyHitterCache.growth
 
 
 def floats(form: KVFormat) -> torch.dtype:
-    """Of what it stores."""
+    """The type of the floats that it stores."""
     return form.k.dtype if form.is_dense else torch.float32
 
 
@@ -28,7 +28,7 @@ def as_row(token):
 
 @pytest.mark.parametrize("form", FORMS, ids=NAMES)
 @pytest.mark.parametrize("segments", [(7,), (3, 4), (2, 1, 5)])
-def test_a_token_is_put_where_write_puts_it_and_read_from_there(segments, form):
+def test_put_and_write_store_a_token_in_the_same_place(segments, form):
     B, H, D = 3, 2, 4
     layout = KVLayout(B, H, segments, D, form)
     for slot in range(layout.slots):
@@ -46,8 +46,8 @@ def test_a_token_is_put_where_write_puts_it_and_read_from_there(segments, form):
 
 
 @pytest.mark.parametrize("form", FORMS, ids=NAMES)
-def test_of_two_tokens_in_one_slot_the_later_stays(form):
-    """What replaying a write-ahead log relies on."""
+def test_the_later_of_two_tokens_in_one_slot_stays(form):
+    """Replaying a write-ahead log relies on this."""
     layout = KVLayout(2, 3, (5,), 4, form, *FIXED)
     slots = torch.tensor([1, 3, 1])[:, None, None].expand(3, 2, 3)
     tokens = [form.stored(*torch.full((2, 2, 3, 4), float(n)).to(floats(form))) for n in range(3)]

@@ -1,5 +1,5 @@
-"""GGUF files: their types, configs, tensors and tokens against the package `gguf`, transformers, and the checkpoint
-that they were made of."""
+"""GGUF files: their types, configs, tensors and tokens, compared with the package `gguf`, with transformers, and with
+the checkpoint that they were made from."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import gguf
 import numpy as np
 import pytest
 import torch
 import zoo
-from cli_tools import write_rows
 from gguf import GGMLQuantizationType as Type
 from gguf_tools import one_tensor, write_gguf
 from int8_oracle import in_blocks, multiplying
@@ -26,19 +24,19 @@ from h2o_flexgen.errors import UserError
 from h2o_flexgen.formats import GGUF, Int8, Quantised
 from h2o_flexgen.kernels import linear, operands
 from h2o_flexgen.kernels.operands import Int8Weight
-from h2o_flexgen.models.gguf import LLAMA3_ROPE, GGUFFile, in_place
+from h2o_flexgen.models.gguf import GGUFFile
+from h2o_flexgen.models.llama import LLAMA3_ROPE
 from h2o_flexgen.models.registry import family, read_spec, spec_of
 from h2o_flexgen.models.rope import frequencies
 from h2o_flexgen.models.source import find_model
 from h2o_flexgen.planning.shapes import ModelData
 from h2o_flexgen.planning.workload import Workload
 
-pytest_plugins = ["cli_tools"]
+pytest_plugins = ["command_tools"]
 
-#: types that the package can quantise to
+FLOATS = {Type.F32: torch.float32, Type.F16: torch.float16, Type.BF16: torch.bfloat16}
 QUANTISED = [Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0]
-#: types that it can only read
-READ_ONLY = [Type.Q2_K, Type.Q3_K, Type.Q4_K, Type.Q5_K, Type.Q6_K, Type.IQ4_NL, Type.IQ4_XS]
+QUANTISED += [Type.Q2_K, Type.Q3_K, Type.Q4_K, Type.Q5_K, Type.Q6_K, Type.IQ4_NL, Type.IQ4_XS]
 
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, **LLAMA3_ROPE}
 
@@ -49,23 +47,15 @@ def tensors(path: Path, dtype=torch.float32) -> dict[str, torch.Tensor]:
     return dict(file.checkpoint_tensors(family(spec.model_type).tensors(spec), dtype))
 
 
-@pytest.mark.parametrize("kind", [Type.F32, Type.F16, Type.BF16, *QUANTISED], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", [*FLOATS, *QUANTISED], ids=lambda kind: kind.name)
 def test_a_tensor_of_each_type(tmp_path, monkeypatch, kind):
     monkeypatch.setattr("h2o_flexgen.models.gguf.PART", 128)  # several parts
-    values = np.random.default_rng(0).normal(size=(7, 64)).astype(np.float32)
-    raw = gguf.quantize(values, kind)
-    found = GGUFFile(one_tensor(tmp_path / "x.gguf", raw, kind)).dequantised("x", torch.float32)
-    assert found.dtype == {Type.F16: torch.float16, Type.BF16: torch.bfloat16}.get(kind, torch.float32)
-    assert np.array_equal(found.float().numpy(), gguf.dequantize(raw, kind))
-
-
-@pytest.mark.parametrize("kind", READ_ONLY, ids=lambda kind: kind.name)
-def test_a_tensor_of_each_type_that_llama_cpp_alone_can_write(tmp_path, kind):
     elements, nbytes = gguf.GGML_QUANT_SIZES[kind]
-    raw = np.random.default_rng(0).integers(0, 256, (5, 3 * nbytes), np.uint8)
+    raw = np.random.default_rng(0).integers(0, 256, (7, 4 * nbytes), np.uint8)
+    raw = raw.view({Type.F32: np.float32, Type.F16: np.float16}.get(kind, np.uint8))
     found = GGUFFile(one_tensor(tmp_path / "x.gguf", raw, kind)).dequantised("x", torch.float32)
-    assert found.shape == (5, 3 * elements)
-    assert np.array_equal(found.numpy(), gguf.dequantize(raw, kind), equal_nan=True)
+    assert found.shape == (7, 4 * elements) and found.dtype == FLOATS.get(kind, torch.float32)
+    assert np.array_equal(found.float().numpy(), gguf.dequantize(raw, kind), equal_nan=True)
 
 
 @pytest.mark.parametrize(
@@ -91,14 +81,14 @@ def test_rope_scaling(tmp_path, scaling):
 
 
 @pytest.mark.parametrize("factor", [8.0, 32.0])
-def test_rope_scaling_of_llama_3_is_known_by_its_frequencies(tmp_path, factor):
+def test_rope_scaling_of_llama_3_is_recognised_by_its_frequencies(tmp_path, factor):
     rope = LLAMA3 | {"factor": factor}
     tiny = zoo.build("llama", tmp_path / "checkpoint", rope_parameters=rope, max_position_embeddings=131072)
     found = spec_of(GGUFFile(write_gguf(tmp_path / "model.gguf", tiny)).config)
     assert found.rope == read_spec(tiny.folder).rope
 
 
-def test_longrope_is_known_by_its_two_sets_of_divisors(tmp_path, tiny):
+def test_longrope_is_recognised_by_its_two_sets_of_divisors(tmp_path, tiny):
     model = tiny("llama_longrope")
     found = spec_of(GGUFFile(write_gguf(tmp_path / "model.gguf", model)).config).rope
     wanted = read_spec(model.folder).rope
@@ -123,14 +113,22 @@ def test_rope_divisors_that_are_not_those_of_llama_3(tmp_path):
         ({"llama__attention__head_count": "four"}, "head_count must be a whole number, 1 or more, not 'four'"),
         ({"llama__attention__head_count": 0}, "head_count must be a whole number"),
         ({"llama__embedding_length": [1, 2]}, "embedding_length must be a whole number"),
-        ({"llama__attention__key_length": 64}, "rotates a part of each head only"),
-        ({"llama__rope__dimension_count": 2}, "rotates a part of each head only"),
+        ({"llama__attention__key_length": 64}, "rotates only a part of each head"),
+        ({"llama__rope__dimension_count": 2}, "rotates only a part of each head"),
         ({"tokenizer__ggml__eos_token_id": "end"}, "eos_token_id must be a token id"),
         ({"llama__attention__layer_norm_rms_epsilon": "small"}, "rms_norm_eps must be a positive number"),
+        ({"llama__attention__layer_norm_rms_epsilon": -1e-5}, "rms_norm_eps must be a positive number, not -"),
         ({"llama__rope__scaling__type": "new"}, "factor"),
+        ({"llama__rope__freq_base": float("nan")}, "theta must be a positive number, not nan"),
+        ({"llama__attention__head_count_kv": 0}, "num_key_value_heads must be"),
+        ({"llama__attention__head_count_kv": 3}, "not divisible by num_key_value_heads 3"),
+        ({"llama__context_length": 0}, "max_position_embeddings must be"),
+        ({"llama__block_count": 1000000}, "has no tensor 'blk.999999.attn_norm.weight', though its block_count is"),
+        ({"llama__feed_forward_length": [96] * 1000}, r"must be .*, not \[96, 96, 96, 96, 96, 96, ...\]"),
+        ({"llama__expert_count": 8}, "is a mixture of experts"),
     ],
 )
-def test_metadata_that_make_no_sense(tmp_path, tiny, metadata, message):
+def test_invalid_metadata(tmp_path, tiny, metadata, message):
     path = write_gguf(tmp_path / "model.gguf", tiny("llama"), **metadata)
     with pytest.raises(UserError, match=message) as error:
         find_model(str(path))
@@ -148,41 +146,19 @@ def test_a_tensor_of_another_shape(tmp_path, refused):
     )
 
 
-def test_a_big_endian_file(tmp_path):
-    path = write_gguf(
-        tmp_path / "model.gguf", zoo.build("llama", tmp_path / "checkpoint"), endianess=gguf.GGUFEndian.BIG
-    )
-    with pytest.raises(UserError, match="big-endian"):
-        GGUFFile(path)
-
-
-def test_no_room_for_the_conversion(to_convert, refused, monkeypatch):
-    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
-    message = refused("--model", to_convert.folder, early=False)
-    assert "converting model.gguf takes" in message and "H2O_FLEXGEN_HOME" in message
-
-
 def test_a_folder_whose_name_ends_in_gguf(tmp_path):
     folder = zoo.build("llama", tmp_path / "model.gguf").folder
     assert find_model(str(folder)) == (folder, folder)
 
 
-def test_bad_files(tmp_path):
+def test_bad_files(tmp_path, refused):
     path = write_gguf(tmp_path / "whole.gguf", zoo.build("llama", tmp_path / "checkpoint"))
     data = path.read_bytes()
-    cases = {
-        "empty": b"",
-        "foreign": b"PK\x03\x04" + bytes(5000),
-        "header only": data[:100],
-        "without its last tensors": data[:-3000],
-    }
-    for name, content in cases.items():
-        bad = tmp_path / f"{name}.gguf"
-        bad.write_bytes(content)
+    for content in (b"", b"PK\x03\x04" + bytes(5000), data[:100], data[:-3000]):
+        path.write_bytes(content)
         with pytest.raises(UserError, match="not a whole GGUF file"):
-            GGUFFile(bad)
-    with pytest.raises(UserError, match="cannot read"):
-        GGUFFile(tmp_path / "missing.gguf")
+            GGUFFile(path)
+    assert "did you mean whole.gguf?" in refused("--model", tmp_path / "hole.gguf")
     writer = gguf.GGUFWriter(tmp_path / "gemma.gguf", "gemma3")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -209,13 +185,13 @@ def quantised_llama(folder: Path, kind: Type, **changes) -> zoo.Tiny:
 
 @pytest.fixture(scope="module", params=[Type.Q8_0, Type.Q4_0, Type.Q4_1], ids=lambda kind: kind.name)
 def quantised(request, tmp_path_factory) -> zoo.Tiny:
-    """Of a type that is read in place."""
+    """Its type is read in place."""
     return quantised_llama(tmp_path_factory.mktemp("quantised"), request.param)
 
 
 @pytest.fixture(scope="module")
 def to_convert(tmp_path_factory) -> zoo.Tiny:
-    """Of a type that is converted."""
+    """Its type is converted."""
     return quantised_llama(tmp_path_factory.mktemp("to_convert"), Type.Q5_0)
 
 
@@ -232,7 +208,7 @@ def test_a_quantised_llama_gives_the_tokens_of_transformers(quantised, run, wher
 def test_its_matmuls_in_int8_are_those_of_the_oracle(quantised, monkeypatch, request, where, blocks):
     if blocks:
         if source_type(quantised) == "Q8_0":
-            pytest.skip("of 4 bits only")
+            pytest.skip("only for 4 bits")
         request.getfixturevalue("fast_blocks")
     monkeypatch.setattr(operands, "OUTLIER_RATIO", 3.0)  # rows are too short for real outliers
     oracle = multiplying(quantised.oracle, 3.0, operands.MAX_OUTLIERS, rounds=not blocks)
@@ -247,7 +223,7 @@ def test_its_matmuls_in_int8_are_those_of_the_oracle(quantised, monkeypatch, req
 
 
 def matrices(model):
-    """(name in the oracle, the matrix as it is stored) of all that are multiplied."""
+    """(name in the oracle, stored matrix) of all linear layers."""
     for name, form in model.formats.items():
         if "embed" not in name:
             stored = model.source.find(name)
@@ -262,18 +238,6 @@ def test_its_matrices_are_read_in_place(quantised, tmp_path):
     assert {(s.file.path, s.format.name) for s in stored.values()} == {(quantised.folder, source_type(quantised))}
     (copy,) = (tmp_path / "home" / "converted").glob("*/*.safetensors")
     assert all(tensor.dim() == 1 for tensor in load_file(copy).values())
-
-
-def layers_of(path: Path) -> list:
-    spec = spec_of(GGUFFile(path).config)
-    return family(spec.model_type).tensors(spec)
-
-
-def test_where_its_tensors_lie_is_what_the_package_gguf_says(quantised):
-    path = quantised.folder
-    offsets = {int(t.data_offset) for t in gguf.GGUFReader(path).tensors if len(t.shape) > 1}
-    found = in_place(path, layers_of(path))
-    assert {offset for _, offset, *_ in found.values()} == offsets and {file for file, *_ in found.values()} == {path}
 
 
 def test_a_config_of_another_model(quantised, tiny):
@@ -301,7 +265,7 @@ def test_another_type_is_converted_once_for_each_type_of_a_job(to_convert, tmp_p
     assert folders == [1, 2, 2]
 
 
-def test_a_folder_that_holds_one(quantised, tmp_path, refused):
+def test_a_folder_with_one_or_two_files(quantised, tmp_path, refused):
     folder = tmp_path / "folder"
     folder.mkdir()
     shutil.copy(quantised.folder, folder / "a.gguf")
@@ -312,30 +276,10 @@ def test_a_folder_that_holds_one(quantised, tmp_path, refused):
     assert "holds several GGUF files, name one: a.gguf, b.gguf" in refused("--model", folder)
 
 
-def test_text_for_a_file_without_a_tokenizer(quantised, refused, tmp_path):
-    rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": "text"}])
-    assert "no tokenizer: give prompt_token_ids" in refused(
-        "--model", quantised.folder, "--input-file", rows, early=False
-    )
-
-
-def test_a_file_that_is_not_whole_and_one_that_is_not_there(quantised, refused, tmp_path):
-    bad = tmp_path / "model.gguf"
-    bad.write_bytes(quantised.folder.read_bytes()[:-2000])
-    assert "is not a whole GGUF file" in refused("--model", bad)
-    assert "is it model.gguf?" in refused("--model", tmp_path / "modell.gguf")
-
-
 def test_a_type_that_cannot_be_read(to_convert, refused, monkeypatch):
     monkeypatch.delitem(gguf.quants._type_traits, Type.Q5_0)
     message = refused("--model", to_convert.folder, early=False)
     assert "is of the type Q" in message and "cannot be read" in message
-
-
-def test_a_tensor_that_is_missing(refused, tmp_path):
-    tiny = zoo.build("llama", tmp_path / "checkpoint")
-    path = write_gguf(tmp_path / "model.gguf", tiny, llama__block_count=3)
-    assert "has no tensor 'blk.2." in refused("--model", path, early=False)
 
 
 def test_without_the_package(refused, quantised, monkeypatch):
@@ -343,9 +287,9 @@ def test_without_the_package(refused, quantised, monkeypatch):
     assert "pip install gguf" in refused("--model", quantised.folder)
 
 
-def test_it_is_decoded_when_it_is_loaded_where_there_is_room(quantised):
-    """Then no step decodes blocks, nor unpacks them to int8; else all stays as it is stored, also on disk. Numbers are
-    the same, those of the head too."""
+def test_it_is_decoded_on_loading_where_there_is_room(quantised):
+    """Then no step decodes blocks or unpacks them to int8; otherwise everything stays in its stored form. The results
+    are the same."""
     prompts = quantised.clear_cut_prompts([9, 4], 4)
     found = []
     for policy, compute, decoded in (
@@ -366,9 +310,10 @@ def test_it_is_decoded_when_it_is_loaded_where_there_is_room(quantised):
     assert found[0] == found[1] == found[2] and found[3] == found[4] and found[0] != found[3]
 
 
-def test_blocks_of_4_bits_are_multiplied_as_they_are_stored(tmp_path, fast_blocks):
-    """Where that is no slower: then they are decoded nowhere, not even a head that is tied."""
-    tied, found = quantised_llama(tmp_path, Type.Q4_0, tie_word_embeddings=True), []
+def test_blocks_of_4_bits_are_multiplied_in_their_stored_form(tmp_path, fast_blocks):
+    """Where that is fast nothing is decoded, not even a tied head."""
+    tied = quantised_llama(tmp_path, Type.Q4_0, tie_word_embeddings=True)
+    found = []
     for policy in (Policy(), Policy(percent=(50, 0, 100, 0, 100, 0)), "auto"):
         with LLM(str(tied.folder), policy, compute="int8", device="cpu", dtype="float32", progress=False) as llm:
             found.append([text.token_logprobs for text in llm.score([[5, 9, 7], [8, 3, 6, 4]], 1)])
@@ -380,7 +325,7 @@ def test_blocks_of_4_bits_are_multiplied_as_they_are_stored(tmp_path, fast_block
 
 
 def test_rates_that_change_later_change_nothing(tmp_path, fast_blocks):
-    """Another model in the process may bring those of a profile that is given."""
+    """As when another model in the process brings its own profile."""
     model = quantised_llama(tmp_path, Type.Q4_0)
     for first in (True, False):
         linear.use(kernels(blocks=first))
@@ -393,12 +338,13 @@ def test_rates_that_change_later_change_nothing(tmp_path, fast_blocks):
 
 
 def test_a_tied_head_is_decoded_into_a_copy(tmp_path):
-    """For matmuls in int8, where all is decoded when it is loaded; the rows of the embedding stay floats."""
-    tied, name = quantised_llama(tmp_path, Type.Q4_0, tie_word_embeddings=True), "model.embed_tokens.weight"
-    prompts, found = [[5, 9, 7], [8, 3, 6, 4]], []
+    """For int8 matmuls the head is decoded on loading; the embedding stays in blocks."""
+    tied = quantised_llama(tmp_path, Type.Q4_0, tie_word_embeddings=True)
+    name = "model.embed_tokens.weight"
+    found = []
     for policy in (Policy(), Policy(percent=(50, 0, 100, 0, 100, 0))):
         with LLM(str(tied.folder), policy, compute="int8", device="cpu", dtype="float32", progress=False) as llm:
-            found.append([text.token_logprobs for text in llm.score(prompts, 1)])
+            found.append([text.token_logprobs for text in llm.score([[5, 9, 7], [8, 3, 6, 4]], 1)])
             head = llm.runner.weights.get(len(llm.model.layers) - 1)["head.weight"]
             assert isinstance(head, Int8Weight) == (llm.choice.decoding is not None) == (policy == Policy())
             embedding = llm.runner.weights.resident.get(name) or llm.runner.weights.stored[name]
@@ -406,12 +352,16 @@ def test_a_tied_head_is_decoded_into_a_copy(tmp_path):
     assert found[0] == found[1]
 
 
-def test_without_room_for_the_copy_all_else_is_decoded(tmp_path, monkeypatch):
+def test_without_room_for_the_copy_everything_else_is_decoded(tmp_path, monkeypatch):
     tied = quantised_llama(tmp_path, Type.Q8_0, tie_word_embeddings=True)
-    options, prompts, found = dict(compute="int8", device="cpu", dtype="float32"), [[5, 9, 7], [8, 3, 6, 4]], []
+    options = dict(compute="int8", device="cpu", dtype="float32")
+    prompts = [[5, 9, 7], [8, 3, 6, 4]]
+    found = []
     with LLM(str(tied.folder), Policy(), **options, progress=False) as llm:
         found.append([text.token_logprobs for text in llm.score(prompts, 1)])
-        resources, decodings, nbytes = llm.resources(), [], None
+        resources = llm.resources()
+        decodings = []
+        nbytes = None
         while None not in decodings:
             few = resources.limits | ({} if nbytes is None else {"gpu": nbytes, "ram": nbytes})
             choice = llm.planner.choose(Workload((8, 8), 4), replace(resources, limits=few), Policy())
@@ -426,7 +376,7 @@ def test_without_room_for_the_copy_all_else_is_decoded(tmp_path, monkeypatch):
     assert found[0] == found[1]
 
 
-def test_a_search_counts_with_it_too(quantised):
+def test_a_search_takes_decoding_into_account(quantised):
     with LLM(str(quantised.folder), hardware=laptop(dtype="float32"), dtype="float32", progress=False) as llm:
         job = Workload((8, 8), 4), llm.resources()
         found = llm.planner.choose(*job)
@@ -434,13 +384,3 @@ def test_a_search_counts_with_it_too(quantised):
         searched = llm.planner.choose(*job)
         assert found.decoding is not None and searched.decoding == found.decoding
         assert llm.planner.choose(*job, searched.policy).prediction == searched.prediction
-
-
-def test_a_model_that_has_no_room_for_floats_stays_as_it_is(quantised):
-    with LLM(str(quantised.folder), device="cpu", dtype="float32", progress=False) as llm:
-        workload, resources = Workload((8, 8), 4), llm.resources()
-        plenty = llm.planner.choose(workload, resources, Policy())
-        most = plenty.plan.needed("ram") - 4096
-        few = replace(resources, limits=resources.limits | {"gpu": most, "ram": most})
-        assert plenty.decoding is not None
-        assert llm.planner.choose(workload, few, Policy()).decoding is None

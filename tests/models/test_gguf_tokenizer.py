@@ -1,5 +1,5 @@
-"""Tokenizers of GGUF files: what a file says, and what llama.cpp takes for granted where it says nothing. The tokens
-and words expected here are llama.cpp's."""
+"""Tokenizers of GGUF files: their metadata, and llama.cpp's defaults for what is missing. The expected tokens and words
+are llama.cpp's."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 
-import gguf
-import numpy as np
 import pytest
+import zoo
+from gguf_tools import write_gguf
 from tokenizers import Regex, pre_tokenizers
 
 from h2o_flexgen import LLM, SamplingParams
@@ -21,7 +21,7 @@ from h2o_flexgen.models.tokenizer import end_ids, load_tokenizer
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
 
-#: byte-level byte pairs, as of LLaMA 3: control tokens, the bytes, and what merges make
+#: byte-level byte pairs, like LLaMA 3's: control tokens, the bytes, and the results of merges
 BYTE_PAIRS = {
     "model": "gpt2",
     "pre": "llama-bpe",
@@ -32,7 +32,7 @@ BYTE_PAIRS = {
     "eos_token_id": 1,
 }
 WORDS = ["▁", "h", "e", "l", "o", "w", "▁w", "he", "▁he", "ll", "llo", "▁hello", "ello", "▁ho"]
-#: SentencePiece's, as of LLaMA 2, whose ids it leaves out
+#: SentencePiece's byte pairs, like LLaMA 2's, without the ids of special tokens
 PIECES = {
     "model": "llama",
     "tokens": ["<unk>", "<s>", "</s>", *[f"<0x{byte:02X}>" for byte in range(256)], "<tool>", *WORDS],
@@ -42,7 +42,7 @@ PIECES = {
 
 
 def unpack(folder: Path, metadata: dict, vocab: int = 1000):
-    """The tokenizer that is written of metadata; None takes a value out."""
+    """The tokenizer that is written from metadata; None removes a value."""
     fields = {f"tokenizer.ggml.{key}": value for key, value in metadata.items() if value is not None}
     fields["tokenizer.chat_template"] = fields.pop("tokenizer.ggml.chat_template", None)
     field = lambda name, default=None: fields.get(name, default)
@@ -81,14 +81,14 @@ def ends_of(folder: Path, tokenizer) -> set[str]:
         (PIECES, {"bos_token_id": 5000}, ["<s>"]),  # outside the vocabulary: the default
     ],
 )
-def test_what_is_put_around_a_text(tmp_path, kind, changes, around):
+def test_bos_and_eos_around_a_text(tmp_path, kind, changes, around):
     tokenizer = unpack(tmp_path, kind | changes)
     plain = tokenizer.convert_ids_to_tokens(tokenizer("hello", add_special_tokens=False).input_ids)
     assert tokens_of(tokenizer, "hello") == [*around[:1], *plain, *around[1:]]
 
 
 @pytest.mark.parametrize("pre, tokens", [("llama-bpe", ["hello"]), ("smaug-bpe", ["hel", "lo"])])
-def test_a_word_of_the_vocabulary_is_not_merged_where_the_pre_tokenizer_says_so(tmp_path, pre, tokens):
+def test_some_pre_tokenizers_keep_a_known_word_whole(tmp_path, pre, tokens):
     tokenizer = unpack(tmp_path, BYTE_PAIRS | {"pre": pre, "add_bos_token": False})
     assert tokens_of(tokenizer, "hello w") == [*tokens, "Ġw"]
 
@@ -98,7 +98,7 @@ def test_a_word_of_the_vocabulary_is_not_merged_where_the_pre_tokenizer_says_so(
     [
         ("hello w", {}, ["▁hello", "▁w"]),
         (" hello", {}, ["▁", "▁hello"]),
-        ("hello</s>hello<tool>w", {}, ["▁hello", "</s>", "▁hello", "<tool>", "▁w"]),  # each part has its blank
+        ("hello</s>hello<tool>w", {}, ["▁hello", "</s>", "▁hello", "<tool>", "▁w"]),  # each part has a blank
         ("hello w", {"add_space_prefix": False}, ["he", "llo", "▁w"]),
         ("é", {}, ["▁", "<0xC3>", "<0xA9>"]),
         ("h\n", {}, ["▁", "h", "<0x0A>"]),
@@ -111,19 +111,12 @@ def test_pieces(tmp_path, text, changes, tokens):
     assert tokenizer.decode(tokenizer(text).input_ids, skip_special_tokens=True) == shown
 
 
-def test_merges_that_no_text_can_have_are_ignored(tmp_path):
+def test_impossible_merges_are_ignored(tmp_path):
     tokenizer = unpack(tmp_path, BYTE_PAIRS | {"merges": ["he", "zz q", "", *BYTE_PAIRS["merges"]]})
     assert tokens_of(tokenizer, "hel w") == ["<|begin|>", "hel", "Ġw"]
 
 
-@pytest.mark.parametrize("name", ["padding_token_id", "unknown_token_id", "bos_token_id"])
-def test_a_special_token_that_is_an_ordinary_one(tmp_path, name):
-    tokenizer = unpack(tmp_path, BYTE_PAIRS | {"pre": "qwen2", name: BYTE_PAIRS["tokens"].index("!")})
-    assert tokens_of(tokenizer, "he!!") == ["he", "!", "!"]
-    assert tokenizer.decode(tokenizer("he!!").input_ids, skip_special_tokens=True) == "he!!"
-
-
-def test_special_tokens_are_left_out_of_texts_and_those_of_users_are_not(tmp_path):
+def test_special_tokens_are_left_out_of_texts_but_user_defined_ones_are_not(tmp_path):
     tokenizer = unpack(tmp_path, BYTE_PAIRS)
     ids = tokenizer("<|end_of_text|>he<tool>é").input_ids
     assert tokenizer.convert_ids_to_tokens(ids) == ["<|begin|>", "<|end_of_text|>", "he", "<tool>", "Ã", "©"]
@@ -165,7 +158,7 @@ def test_the_chat_template_and_the_special_tokens(tmp_path):
 
 
 TEXT = "It's WE'LL x1234 a--b.\n\n\nHtmlDoc  日本。e\u0301x $"
-#: its words, for each way to split it
+#: its words, for each pre-tokenizer
 SPLITS = {
     "default": "It·'·s· WE·'·LL· x·123·4· a·--·b·.·\n\n·\n·HtmlDoc· · 日本·。·e·́·x· ·$",
     "llama3": "It·'s· WE·'LL· x·123·4· a·--·b·.\n\n\n·HtmlDoc· · 日本·。e·́x· $",
@@ -195,7 +188,7 @@ def test_how_a_text_is_split(name):
     assert [word for word, _ in words] == SPLITS[name].split("·")
 
 
-def test_every_way_to_split_a_text_is_tested():
+def test_every_pre_tokenizer_is_tested():
     tested = {PRE_TOKENIZERS[name].patterns for name in SPLITS}
     assert {how.patterns for how in PRE_TOKENIZERS.values()} == tested
 
@@ -205,12 +198,12 @@ def test_every_way_to_split_a_text_is_tested():
     [
         (BYTE_PAIRS | {"model": "t5"}, "no support for GGUF tokenizers of the kind 't5'; known: llama, gpt2"),
         (BYTE_PAIRS | {"model": 7}, "of the kind 7"),
-        (BYTE_PAIRS | {"pre": "new-bpe"}, "its way to split text, 'new-bpe', is not known"),
-        (BYTE_PAIRS | {"pre": ["qwen2"]}, "its way to split text"),
+        (BYTE_PAIRS | {"pre": "new-bpe"}, "its pre-tokenizer 'new-bpe' is unknown"),
+        (BYTE_PAIRS | {"pre": ["qwen2"]}, "its pre-tokenizer "),
         (BYTE_PAIRS | {"tokens": None}, "tokenizer.ggml.tokens must be a list of texts"),
         (BYTE_PAIRS | {"tokens": "abc"}, "tokenizer.ggml.tokens must be a list of texts"),
         (BYTE_PAIRS | {"tokens": [1, 2]}, "tokenizer.ggml.tokens must be a list of texts"),
-        (BYTE_PAIRS | {"tokens": ["a", "a"]}, "holds a token twice"),
+        (BYTE_PAIRS | {"tokens": ["a", "a"]}, "contains a token twice"),
         (BYTE_PAIRS | {"token_type": [1]}, "token_type has 1 entries for 264 tokens"),
         (BYTE_PAIRS | {"merges": None}, "tokenizer.ggml.merges must be a list"),
         (BYTE_PAIRS | {"merges": ["x y"]}, "its merge 'x y' makes a token that its vocabulary lacks"),
@@ -223,7 +216,7 @@ def test_every_way_to_split_a_text_is_tested():
         (PIECES | {"scores": ["a"] * 274}, "tokenizer.ggml.scores must be a list of numbers"),
     ],
 )
-def test_metadata_that_make_no_sense(tmp_path, metadata, message):
+def test_invalid_metadata(tmp_path, metadata, message):
     with pytest.raises(UserError, match=message) as error:
         unpack(tmp_path, metadata)
     assert "model.gguf" in str(error.value) and "\n" not in str(error.value)
@@ -251,33 +244,12 @@ def test_empty_tokens_and_no_token_types(tmp_path):
 
 @pytest.fixture
 def file(tmp_path) -> Path:
-    """A random model of one layer with the byte pairs and a chat template."""
-    vocab = len(BYTE_PAIRS["tokens"])
-    path = tmp_path / "file" / "model.gguf"
-    path.parent.mkdir()
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_block_count(1)
-    writer.add_context_length(64)
-    writer.add_embedding_length(16)
-    writer.add_feed_forward_length(24)
-    writer.add_head_count(2)
-    writer.add_head_count_kv(1)
-    writer.add_layer_norm_rms_eps(1e-5)
-    for key, value in BYTE_PAIRS.items():
-        name = f"tokenizer.ggml.{key}"
-        writer.add_key_value(name, value, gguf.GGUFValueType.get_type(value))
-    writer.add_chat_template("{{ bos_token }}{{ messages[0].content }}")
-    layer = {"attn_q": (16, 16), "attn_k": (8, 16), "attn_v": (8, 16), "attn_output": (16, 16), "attn_norm": (16,)}
-    layer |= {"ffn_gate": (24, 16), "ffn_up": (24, 16), "ffn_down": (16, 24), "ffn_norm": (16,)}
-    shapes = {"token_embd": (vocab, 16), "output_norm": (16,), **{f"blk.0.{name}": s for name, s in layer.items()}}
-    random = np.random.default_rng(0)
-    for name, shape in shapes.items():
-        writer.add_tensor(f"{name}.weight", random.normal(size=shape).astype(np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    """A random model with the byte pairs and a chat template."""
+    tiny = zoo.build("llama", tmp_path / "checkpoint", vocab_size=len(BYTE_PAIRS["tokens"]))
+    metadata = {f"tokenizer__ggml__{key}": value for key, value in BYTE_PAIRS.items()}
+    metadata["tokenizer__chat_template"] = "{{ bos_token }}{{ messages[0].content }}"
+    (tmp_path / "file").mkdir()
+    return write_gguf(tmp_path / "file" / "model.gguf", tiny, **metadata)
 
 
 def test_prompts_and_conversations_begin_with_one_bos(file):

@@ -14,8 +14,8 @@ from h2o_flexgen.models.parts import activation
 from h2o_flexgen.models.registry import family, read_spec
 from h2o_flexgen.models.rope import Positions, rotate_to
 
-T = 21  # with dynamic RoPE and LongRoPE longer than the trained length
-#: of the tokens of two texts, one behind the other
+T = 21  # longer than the trained length with dynamic RoPE and LongRoPE
+#: of the tokens of two texts
 POSITIONS = Positions(torch.arange(T).repeat(2), torch.full((2 * T,), T))
 
 
@@ -49,7 +49,8 @@ def test_layers_name_every_tensor_of_the_checkpoint_in_its_shape(tiny, name):
 @pytest.mark.parametrize("name", zoo.CONFIGS)
 def test_each_layer_is_that_of_transformers(tiny, name):
     model = tiny(name)
-    spec, state = read_spec(model.folder), checkpoint(model)
+    spec = read_spec(model.folder)
+    state = checkpoint(model)
     maths = family(spec.model_type)
     embed, *blocks, head = layers_of(spec)
     assert len(blocks) == spec.layers
@@ -60,11 +61,11 @@ def test_each_layer_is_that_of_transformers(tiny, name):
         w = layer_weights(state, embed)
         hidden = maths.embed(spec, w, lambda short, rows: w[short][rows], ids.flatten(), POSITIONS)
         for layer, wanted in zip(blocks, (states.flatten(0, 1) for states in expected.hidden_states)):
-            # each layer by itself: what attention magnifies must not add up
+            # each layer by itself, so that errors do not add up
             torch.testing.assert_close(hidden, wanted, atol=1e-3, rtol=1e-3)
             hidden = wanted.clone()
             after = maths.block(spec, layer_weights(state, layer), hidden, POSITIONS, attend)
-            assert torch.equal(hidden, wanted), "the input is another's: it must not change"
+            assert torch.equal(hidden, wanted), "the input must not change"
             hidden = after
         logits = maths.logits(spec, layer_weights(state, head), hidden.view(2, T, -1)[:, -1].contiguous())
     torch.testing.assert_close(logits, expected.logits[:, -1], atol=5e-3, rtol=1e-3)
@@ -73,8 +74,8 @@ def test_each_layer_is_that_of_transformers(tiny, name):
 @pytest.mark.parametrize(
     "name", [name for name, kind in zoo.FAMILY.items() if kind != "opt" and name not in zoo.BY_LENGTH]
 )
-def test_without_positions_attention_gets_what_is_not_rotated_yet(tiny, name):
-    """Where the cache holds keys as they are and rotates at use."""
+def test_without_positions_attention_gets_unrotated_queries_and_keys(tiny, name):
+    """Where the cache holds unrotated keys and rotates them at use."""
     model = tiny(name)
     spec = read_spec(model.folder)
     block = layer_weights(checkpoint(model), layers_of(spec)[1])

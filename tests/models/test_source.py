@@ -1,21 +1,16 @@
-"""From what a user calls a model to its files: folders, the hub's cache, the hub, random weights."""
+"""From the name of a model to its files: folders, the hub's cache, the hub, random weights."""
 
 from __future__ import annotations
 
-import json
 import shutil
-import subprocess
-from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
-from cli_tools import FP32, ON_DISK, PROMPTS, SHORT, command, environment, percent, read_rows, to_bin, write_prompts
+from command_tools import SHORT, to_bin
 
-from h2o_flexgen.errors import UserError
 from h2o_flexgen.models import source
-from h2o_flexgen.models.tokenizer import load_tokenizer
 
-pytest_plugins = ["cli_tools"]
+pytest_plugins = ["command_tools"]
 
 
 @pytest.fixture
@@ -26,68 +21,6 @@ def hub(tmp_path, monkeypatch) -> Path:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hf" / "hub"))
     return tmp_path / "hf"
-
-
-def cache_model(home: Path, name: str, folder: Path, skip: tuple = ()) -> Path:
-    """Lay a folder's files out as the hub's client does after a download; returns the snapshot."""
-    root = home / "hub" / f"models--{name.replace('/', '--')}"
-    snapshot = root / "snapshots" / ("0" * 40)
-    (root / "blobs").mkdir(parents=True)
-    (root / "refs").mkdir()
-    (root / "refs" / "main").write_text("0" * 40)
-    snapshot.mkdir(parents=True)
-    # what the repository holds, with files that nobody downloads
-    names = [".gitattributes", "flax_model.msgpack", *(file.name for file in folder.iterdir())]
-    tree = {"format_version": 1, "files": {name: {"size": 1, "blob_id": "0"} for name in names}}
-    (root / "trees").mkdir()
-    (root / "trees" / f"{'0' * 40}.json").write_text(json.dumps(tree))
-    for n, file in enumerate(sorted(folder.iterdir())):
-        if file.name not in skip:
-            shutil.copy(file, root / "blobs" / str(n))
-            (snapshot / file.name).symlink_to(f"../../blobs/{n}")
-    return snapshot
-
-
-def test_a_model_in_the_local_hub_cache_needs_no_network(hub, generate, model):
-    cache_model(hub, "someone/tiny-opt", model)
-    assert generate("--model", "someone/tiny-opt", *percent(ON_DISK)) == generate("--model", model)
-
-
-def test_a_model_in_the_local_hub_cache_by_environment(hub, model, tmp_path):
-    """As a user has it: HF_HOME and HF_HUB_OFFLINE set outside the process, which starts in any folder."""
-    cache_model(hub, "someone/tiny-opt", model)
-    rows, out = write_prompts(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
-    env = {k: v for k, v in environment(HF_HOME=str(hub)).items() if k not in ("HF_HUB_CACHE", "TRANSFORMERS_CACHE")}
-    files = ("--input-file", rows, "--output-file", out)
-    argv = command("--model", "someone/tiny-opt", *FP32, "--gen-len", 2, *files)
-    (tmp_path / "cwd").mkdir()
-    done = subprocess.run(argv, env=env, cwd=tmp_path / "cwd", capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert len(read_rows(out)) == len(PROMPTS)
-    assert list((tmp_path / "cwd").iterdir()) == []
-
-
-@pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])
-def test_half_a_download_is_gone_on_with(hub, model, monkeypatch, missing):
-    """A snapshot without all its files is no model: what is missing is downloaded."""
-    import huggingface_hub
-
-    snapshot = cache_model(hub, "someone/tiny-opt", model, skip=(missing,))
-    asked = []
-
-    def download(name, **options):
-        asked.append(options["allow_patterns"])
-        if any(fnmatch(missing, pattern) for pattern in asked[-1]):
-            shutil.copy(model / missing, snapshot / missing)
-        return str(snapshot)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    assert source.find_model("someone/tiny-opt") == (snapshot, snapshot)
-    assert not any("bin" in p or "safetensors" in p for p in asked[0])  # the config comes first
-    assert ["model*.safetensors" in patterns for patterns in asked[1:]] == [True] * (missing == "model.safetensors")
-    before = len(asked)
-    assert source.find_model("someone/tiny-opt") == (snapshot, snapshot)
-    assert len(asked) == before  # now it is whole
 
 
 def test_weights_in_bin_are_downloaded_where_there_are_no_safetensors(hub, tmp_path, model, monkeypatch):
@@ -107,17 +40,6 @@ def test_weights_in_bin_are_downloaded_where_there_are_no_safetensors(hub, tmp_p
     assert [patterns[4:] for patterns in asked] == [[], ["model*.safetensors"], ["pytorch_model*.bin"]]
 
 
-def test_half_a_sharded_download_that_cannot_be_gone_on_with(refused, hub, model, tmp_path):
-    folder = tmp_path / "sharded"
-    shutil.copytree(model, folder)
-    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
-    weight_map = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    cache_model(hub, "someone/tiny-opt", folder)
-    message = refused("--model", "someone/tiny-opt", *SHORT, early=False)  # the client's bars come before it
-    assert "the local cache lacks model-00002-of-00002.safetensors; HF_HUB_OFFLINE is set" in message
-
-
 def test_weights_of_a_folder_are_not_downloaded_too(hub, model, tmp_path, monkeypatch):
     import huggingface_hub
 
@@ -135,25 +57,13 @@ def test_weights_of_a_folder_are_not_downloaded_too(hub, model, tmp_path, monkey
     assert asked == [("facebook/opt-125m", ["*.json", "*.txt", "*.model", "*.jinja"])]
 
 
-def test_a_folder_wins_over_the_hub(hub, model, tmp_path, monkeypatch):
+def test_a_folder_takes_precedence_over_the_hub(hub, model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(model, tmp_path / "someone" / "tiny-opt")
     assert source.find_model("someone/tiny-opt") == (Path("someone/tiny-opt"),) * 2
 
 
-def test_code_in_a_tokenizer_is_not_run_nor_asked_about(model, tmp_path, monkeypatch):
-    folder = tmp_path / "custom"
-    shutil.copytree(model, folder)
-    (folder / "mine.py").write_text(f"open({str(tmp_path / 'proof')!r}, 'w')\nclass Mine: pass\n")
-    config = {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": ["mine.Mine", None]}}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    monkeypatch.setattr("builtins.input", lambda *a: pytest.fail("asked the user"))
-    with pytest.raises(UserError, match="tokenizer"):
-        load_tokenizer(folder)
-    assert not (tmp_path / "proof").exists()
-
-
-def test_a_folder_that_is_not_there(refused, tmp_path):
+def test_a_missing_folder(refused, tmp_path):
     message = refused("--model", tmp_path / "nowhere", *SHORT)
     assert "nowhere" in message and "no such folder" in message
 
@@ -170,7 +80,7 @@ def test_a_path_is_never_taken_for_a_hub_name(refused, monkeypatch, name):
     "name",
     ["nobody/no-such-model", "no-such-model", "not a name/at all!", "", "x" * 300, "o" * 300 + "/x", "a\0b", "a..b"],
 )
-def test_a_hub_name_that_cannot_be_had_offline(refused, monkeypatch, tmp_path, name):
+def test_a_hub_name_that_is_unavailable_offline(refused, monkeypatch, tmp_path, name):
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -181,36 +91,14 @@ def test_a_hub_name_that_cannot_be_had_offline(refused, monkeypatch, tmp_path, n
     assert "folder" in message
 
 
-def test_a_hub_that_cannot_be_reached(refused, monkeypatch, tmp_path):
-    import huggingface_hub
-
-    def unreachable(*args, **kwargs):
-        raise ConnectionError("no route\nto host")
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
-    message = refused("--model", "facebook/opt-125m", *SHORT)
-    assert "no route" in message and "network" in message
-
-
-def test_offline_in_a_process_of_its_own(tmp_path):
-    env = environment(HF_HOME=str(tmp_path / "hf"), HF_HUB_OFFLINE="1")
-    done = subprocess.run(command("--model", "facebook/opt-125m"), env=env, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: cannot get the model 'facebook/opt-125m'")
-    assert done.stderr.count("\n") == 1 and done.stdout == ""
-
-
 @pytest.mark.parametrize("path", ["nowhere", "/dev/null", "x" * 300])
-def test_a_path_of_weights_that_is_no_folder(refused, model, path):
+def test_a_path_of_weights_that_is_not_a_folder(refused, model, path):
     assert f"--path {path}: no such folder" in refused("--model", model, "--path", path, *SHORT)
 
 
 @pytest.mark.parametrize("name", ["facebook/opt-9.9b", "llama", "", "nowhere/opt-125m"])
 def test_dummy_weights_of_an_unknown_size(refused, name):
     assert "facebook/opt-6.7b" in refused("--model", name, "--path", "_DUMMY_", *SHORT)
-
-
-def test_dummy_weights_of_no_model(refused):
     assert "_DUMMY_" in refused("--path", "_DUMMY_", *SHORT)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from cli_tools import FP32, TINY, tiny_state, write_model, write_prompts
+from command_tools import FP32, TINY, tiny_state, write_model, write_prompts
 from machines import ROOT, laptop
 
 from h2o_flexgen import LLM, KVBudget, SamplingParams
@@ -15,7 +15,7 @@ from h2o_flexgen.machine import memory
 from h2o_flexgen.planning.workload import Workload
 from h2o_flexgen.policy import Policy
 
-pytest_plugins = ["cli_tools"]
+pytest_plugins = ["command_tools"]
 
 
 T4_FILE = ROOT / "policies" / "hardware" / "t4-16gb.json"
@@ -52,14 +52,14 @@ def test_auto_with_little_memory_gives_the_same_tokens(hardware, tmp_path, monke
 
 
 def test_auto_on_enough_memory_measures_nothing(model, monkeypatch):
-    monkeypatch.setattr("h2o_flexgen.llm.load_or_measure", lambda *a: pytest.fail("measured"))
+    monkeypatch.setattr("h2o_flexgen.engine_args.load_or_measure", lambda *a: pytest.fail("measured"))
     with LLM(str(model), device="cpu", dtype="float32", progress=False) as llm:
         llm.generate([[5, 6, 7]] * 3, SamplingParams(max_tokens=4))
     assert llm.report["policy"]["percent"] == (100, 0, 100, 0, 100, 0)
 
 
 def test_a_machine_that_was_measured_predicts_what_is_resident_too(model, monkeypatch):
-    monkeypatch.setattr("h2o_flexgen.llm.kept_profile", lambda *a: laptop())
+    monkeypatch.setattr("h2o_flexgen.engine_args.kept_profile", lambda *a: laptop())
     with LLM(str(model), device="cpu", dtype="float32", progress=False) as llm:
         llm.generate([[5, 6, 7]] * 3, SamplingParams(max_tokens=4))
     assert llm.report["policy"]["percent"] == (100, 0, 100, 0, 100, 0)
@@ -83,7 +83,7 @@ def test_a_profile_that_cannot_be_read_ends_the_job(refused, model):
 
 def test_a_profile_of_another_device_or_type_ends_the_job(refused, model, tmp_path):
     job = ("--model", model, "--device", "cpu", "--dtype", "float32", "--hardware")
-    assert "is of float16 on cuda, this job computes in float32 on cpu" in refused(*job, T4_FILE)
+    assert "was measured in float16 on cuda, but this job computes in float32 on cpu" in refused(*job, T4_FILE)
 
 
 def test_a_latency_limit_contradicts_percentages(refused, model):

@@ -168,7 +168,7 @@ def test_a_fixed_budget_does_not_grow_with_the_output(sizes):
 @pytest.mark.parametrize(
     "cap, percent, name",
     [
-        (dict(gpu_mem=1 << 20), (100, 0, 100, 0, 100, 0), "the gpu tier"),
+        (dict(gpu_mem=1 << 20), (100, 0, 100, 0, 100, 0), "RAM"),
         (dict(cpu_mem=100), (0, 100, 0, 100, 0, 100), "the cpu tier"),
         (dict(disk_mem=100), (0, 0, 0, 0, 0, 0), "the disk tier"),
     ],
@@ -187,7 +187,7 @@ def test_a_job_that_does_not_fit_is_refused_before_anything_is_allocated(tiny, t
         with pytest.raises(PlanError) as error:
             llm.generate([[1, 2, 3]])
         message = str(error.value)
-        needed = llm.choice.plan.needed(name.split()[1])
+        needed = llm.choice.plan.needed("gpu" if name == "RAM" else name.split()[1])
         assert name in message and f"({needed} bytes)" in message and f"({list(cap.values())[0]} bytes)" in message
         assert "\n" not in message
         assert not (tmp_path / "here").exists()

@@ -75,7 +75,7 @@ def test_a_given_policy_is_taken_whether_it_fits_or_not():
     planner, measured = unmeasured()
     choice = planner.choose(JOB, resources(gpu=0.5), Policy(8, 2, RESIDENT), KVBudget.from_ratio(0.2))
     assert choice.policy == Policy(8, 2, RESIDENT) and choice.rule.budget == 50 and not measured
-    with pytest.raises(PlanError, match="gpu tier is too small"):
+    with pytest.raises(PlanError, match="RAM is too small"):
         choice.plan.check()
 
 

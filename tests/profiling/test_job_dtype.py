@@ -11,10 +11,10 @@ from machines import kernels, laptop
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.kernels import linear
 from h2o_flexgen.kernels.rates import ROWS
-from h2o_flexgen.machine.device import Device
+from h2o_flexgen.machine.device import CudaDevice, open_device
 from h2o_flexgen.profiling import machine, measure
 
-CPU = Device("cpu")
+CPU = open_device("cpu")
 
 
 @pytest.fixture
@@ -105,9 +105,7 @@ def test_a_warning_if_int8_gains_nothing(measured, caplog, rate, warns):
 )
 def test_auto_on_cuda_is_fp16_except_for_checkpoints_in_bf16(measured, monkeypatch, capability, stored, wanted):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    device = Device("cpu")
-    device.is_cuda = True
-    assert measure.job_dtype(device, "auto", stored) == wanted
+    assert measure.job_dtype(CudaDevice(torch.device("cuda")), "auto", stored) == wanted
     assert measured == []
 
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from machines import KERNELS, kernels, laptop
 
-from h2o_flexgen.commands import hardware as command
+from h2o_flexgen.commands.main import main
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.kernels import linear
-from h2o_flexgen.machine.device import Device
+from h2o_flexgen.machine.device import CpuDevice, open_device
 from h2o_flexgen.machine.profile import Link, Profile
 from h2o_flexgen.profiling import compute, machine
 from h2o_flexgen.profiling import measure as hardware
@@ -46,7 +46,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_measured_profile_is_a_profile(tmp_path, dtype):
-    profile = hardware.measure(Device("cpu"), dtype, tmp_path / "offload", False, TINY)
+    profile = hardware.measure(open_device("cpu"), dtype, tmp_path / "offload", False, TINY)
     assert Profile.from_dict(json.loads(profile.to_json())) == profile
     assert profile.memory["gpu"] == profile.memory["cpu"] > 0
     assert profile.machine["cores"] >= 1
@@ -63,19 +63,19 @@ def test_a_measured_profile_is_a_profile(tmp_path, dtype):
 def test_resident_matrices_are_measured_packed_if_jobs_pack_them(monkeypatch, packed):
     monkeypatch.setattr(compute, "packs", lambda dtype: packed)
     monkeypatch.setattr(compute, "pack", lambda w: w)
-    found = compute.matmul_rates(Device("cpu"), torch.bfloat16, TINY, 0.0)
+    found = compute.matmul_rates(open_device("cpu"), torch.bfloat16, TINY, 0.0)
     assert found.keys() - {"int8", "int8 resident", "int4"} == ({"streamed", "resident"} if packed else {"streamed"})
 
 
 def test_matrices_too_large_for_memory_are_left_out(monkeypatch):
-    monkeypatch.setattr(Device, "free_bytes", lambda self: 4 * 4 * 256 * 64)
-    found = compute.matmul_rates(Device("cpu"), torch.float32, TINY, 0.0)
+    monkeypatch.setattr(CpuDevice, "free_bytes", lambda self: 4 * 4 * 256 * 64)
+    found = compute.matmul_rates(open_device("cpu"), torch.float32, TINY, 0.0)
     assert list(found["streamed"]) == [(64, 64), (256, 64)]
 
 
 def test_rates_exclude_the_constant_cost_of_a_matmul(monkeypatch):
     monkeypatch.setattr(compute, "call_seconds", lambda *a: 3e-3)
-    found = compute.matmul_rates(Device("cpu"), torch.float32, TINY, 1e-3)
+    found = compute.matmul_rates(open_device("cpu"), torch.float32, TINY, 1e-3)
     assert found["streamed"][256, 64][512] == pytest.approx(2 * 256 * 64 * 512 / 2e-3)
 
 
@@ -101,7 +101,7 @@ def quick(monkeypatch):
 def test_the_command_writes_a_profile(quick, tmp_path):
     out = tmp_path / "profile.json"
     options = ["--device", "cpu", "--dtype", "float32", "--offload-dir", str(tmp_path / "offload")]
-    assert command.main(["-o", str(out), *options]) == 0
+    assert main(["hardware", "-o", str(out), *options]) == 0
     assert Profile.from_file(out).dtype == "float32"
 
 
@@ -120,7 +120,7 @@ def test_a_machine_is_measured_once_and_again_when_it_changes(monkeypatch, tmp_p
     monkeypatch.setattr(hardware, "measure", measure)
 
     def ask():
-        return load_or_measure(Device("cpu"), torch.float32, tmp_path, False)
+        return load_or_measure(open_device("cpu"), torch.float32, tmp_path, False)
 
     assert ask() == made[0]
     assert ask() == made[0]
@@ -138,7 +138,7 @@ def test_a_machine_is_measured_once_and_again_when_it_changes(monkeypatch, tmp_p
 def test_rates_beside_a_busy_program_are_not_kept(monkeypatch, tmp_path):
     found = iter(replace(laptop(), crowded=crowded, **stamp(tmp_path)) for crowded in (0.5, 0.1))
     monkeypatch.setattr(hardware, "measure", lambda *a: next(found))
-    asked = [load_or_measure(Device("cpu"), torch.float32, tmp_path, False) for _ in range(3)]
+    asked = [load_or_measure(open_device("cpu"), torch.float32, tmp_path, False) for _ in range(3)]
     assert [profile.crowded for profile in asked] == [0.5, 0.1, 0.1]
 
 
@@ -147,7 +147,7 @@ def test_a_kept_profile_chooses_the_kernels_it_was_measured_with(monkeypatch, tm
     monkeypatch.setattr(hardware, "measure", lambda *a: measured)
     for _ in range(2):
         linear.use(KERNELS)
-        load_or_measure(Device("cpu"), torch.bfloat16, tmp_path, False)
+        load_or_measure(open_device("cpu"), torch.bfloat16, tmp_path, False)
     assert linear.rates() == measured.kernels
 
 
@@ -165,7 +165,7 @@ def test_time_spent_waiting_for_a_core_is_counted(tmp_path):
 @pytest.mark.parametrize("share, warnings", [(0.1, 0), (0.5, 1)])
 def test_a_busy_machine_is_warned_about(monkeypatch, tmp_path, caplog, share, warnings):
     monkeypatch.setattr(hardware, "crowding", lambda before, now: share)
-    profile = hardware.measure(Device("cpu"), torch.float32, tmp_path / "offload", False, TINY)
+    profile = hardware.measure(open_device("cpu"), torch.float32, tmp_path / "offload", False, TINY)
     assert profile.crowded == share
     assert caplog.text.count("waiting for a CPU core") == warnings
 
@@ -176,18 +176,18 @@ def test_a_gpu_without_memory_is_an_error_of_one_line(monkeypatch, tmp_path):
 
     monkeypatch.setattr(hardware, "measure_compute", full)
     with pytest.raises(UserError, match="too little memory left to measure"):
-        hardware.measure(Device("cpu"), torch.float32, tmp_path)
+        hardware.measure(open_device("cpu"), torch.float32, tmp_path)
 
 
 def test_a_folder_that_is_not_writable_is_an_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot write to the offload folder"):
-        hardware.measure(Device("cpu"), torch.float32, tmp_path / "file" / "offload", False, TINY)
+        hardware.measure(open_device("cpu"), torch.float32, tmp_path / "file" / "offload", False, TINY)
 
 
 def test_errors_of_the_command_are_one_line(quick, tmp_path, capsys):
-    assert command.main(["--device", "abacus"]) == 2
+    assert main(["hardware", "--device", "abacus"]) == 2
     assert "unknown device" in capsys.readouterr().err
     options = ["--device", "cpu", "--dtype", "float32", "--offload-dir", str(tmp_path)]
-    assert command.main(["-o", "/nowhere/profile.json", *options]) == 2
+    assert main(["hardware", "-o", "/nowhere/profile.json", *options]) == 2
     assert "the folder /nowhere does not exist" in capsys.readouterr().err

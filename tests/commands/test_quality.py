@@ -1,4 +1,4 @@
-"""`quality`: its table and files, what it refuses before it runs, and what others make of its file."""
+"""`quality`: its table and files, what it refuses before it runs, and how other commands use its file."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import subprocess
 import sys
 
 import pytest
-from cli_tools import FP32, environment, last_line, read_until, write_rows
+from command_tools import FP32, environment, last_line, read_until, write_rows
 from machines import laptop
 
 from h2o_flexgen import LLM
-from h2o_flexgen.commands import plan, quality
+from h2o_flexgen.commands.main import main
 
-pytest_plugins = ["cli_tools"]
+pytest_plugins = ["command_tools"]
 
 TEXT = "The page cache keeps what was read from a disk in memory, so that it need not be read again. " * 20
 LENGTHS = ("--prompt-len", 40, "--gen-len", 8, "--windows", 2)
@@ -28,7 +28,7 @@ def measured(talker, tmp_path, capfd):
 
     def run(*argv, model=talker) -> tuple[int, str, str]:
         capfd.readouterr()
-        code = quality.main([str(a) for a in ("--model", model, *FP32, *argv)])
+        code = main(["quality", *map(str, ("--model", model, *FP32, *argv))])
         return code, *capfd.readouterr()
 
     return run
@@ -127,7 +127,7 @@ REFUSED = {
     "unknown rule": (("--kv-rule", "h3o"), "unknown --kv-rule 'h3o'; known: h2o, "),
     "unknown option of a rule": (("--kv-rule", "h2o:last=x"), "--kv-rule h2o: cannot take the option 'last=x'"),
     "ratio": (("--ratios", "20"), "each of --ratios must lie in (0, 1], not 20"),
-    "no number": (("--ratios", "a"), "--ratios: invalid float value: 'a'; it means: slots as fractions"),
+    "no number": (("--ratios", "a"), "--ratios: invalid float value: 'a'; it means: KV budgets as fractions"),
     "size": (("--sizes", "0"), "each of --sizes must be 1 or more"),
     "share": (("--hh-share", "2"), "--hh-share must lie in [0, 1], not 2"),
     "too few slots": (("--kv-rule", "sinks:first=30", "--sizes", "8"), "protect"),
@@ -139,7 +139,7 @@ REFUSED = {
     "samples": (("--samples", "3"), "--samples is for --compare"),
     "one token": (("--gen-len", "1"), "--gen-len must be 2 or more"),
     "windows of a prompt": (("--compare", "b"), "--prompt-len and --windows cut texts"),
-    "temperature of nothing": (("--temperature", "1"), "--temperature is of --samples"),
+    "temperature of nothing": (("--temperature", "1"), "--temperature is for --samples"),
     "two tasks": (("--compare", "b", "--task", "summarize"), "leave --task out"),
     "one sample": (("--samples", "1", "--compare", "b"), "2 or more"),
     "unknown option": (("--rules", "h2o"), "unknown option --rules"),
@@ -147,7 +147,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("options, message", REFUSED.values(), ids=REFUSED)
-def test_what_is_refused_before_anything_runs(measured, monkeypatch, tmp_path, options, message):
+def test_bad_options_are_refused_before_anything_runs(measured, monkeypatch, tmp_path, options, message):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(LLM, "score", lambda *a: pytest.fail("it ran"))
     code, out, err = measured(*LENGTHS, *options)
@@ -177,7 +177,7 @@ def test_a_model_with_too_few_positions_or_no_tokenizer(measured, text, model):
     assert code == 2 and "no tokenizer" in err
 
 
-def test_a_text_is_not_written_over(measured, text):
+def test_a_text_is_not_overwritten(measured, text):
     code, _, err = measured(text, *LENGTHS, "-o", text)
     assert code == 2 and "would be read and written" in err and text.read_text() == TEXT
 
@@ -197,7 +197,10 @@ def test_a_package_that_is_missing_is_named(measured, monkeypatch, package, opti
 
 
 def test_ctrl_c_keeps_what_was_measured(talker, text, tmp_path, measured):
-    code = "import sys; from h2o_flexgen import progress, quality; progress.LINE_SECONDS = 0; sys.exit(quality.main())"
+    code = (
+        "import sys; from h2o_flexgen.commands.main import main; from h2o_flexgen.utils import progress; "
+        "progress.LINE_SECONDS = 0; sys.exit(main(['quality', *sys.argv[1:]]))"
+    )
     output = tmp_path / "quality.json"
     options = ("--model", talker, *FP32, text, "--prompt-len", 600, "--gen-len", 600, "-o", output)
     argv = [sys.executable, "-c", code, *map(str, options)]
@@ -211,12 +214,12 @@ def test_ctrl_c_keeps_what_was_measured(talker, text, tmp_path, measured):
     assert "full" in out.decode() and last_line(err.decode()) == "interrupted"
 
 
-# what others make of the file
+# how other commands use the file
 
 
 @pytest.fixture
 def losses(talker, tmp_path):
-    """A file of losses: (path, a function that writes it anew)."""
+    """write(...) -> the path of a file of losses."""
 
     def write(model=str(talker), rows=None, **workload):
         path = tmp_path / "losses.json"
@@ -242,9 +245,9 @@ def test_generate_and_plan_take_the_cheapest_within_the_limit(cli, talker, losse
     code, _, err = cli("--model", talker, *FP32, *JOB, *given, "--report", report)
     assert code == 0, err
     assert json.loads(report.read_text())["kv_budget"] == {"heavy": 10, "recent": 10, "rule": "mean"}
-    says = "KV budget  mean with 0.25 heavy + 0.25 recent of the longest prompt (+10.0% perplexity): the cheapest of "
+    says = "KV budget  mean with 0.25 heavy + 0.25 recent of the longest prompt (+10.0% perplexity): the cheapest in "
     assert says in err and "warning" not in err
-    code = plan.main([str(a) for a in (talker, *FP32, *JOB, *given, "--json")])
+    code = main(["plan", *map(str, (talker, *FP32, *JOB, *given, "--json"))])
     out, err = capfd.readouterr()
     assert code == 0 and says in err
     assert json.loads(out)["kv_budget"] == {"heavy": 10, "recent": 10, "rule": "mean"}
@@ -257,7 +260,7 @@ def test_a_file_of_another_model_is_a_warning(cli, talker, losses):
 
 def test_a_file_of_other_weights_is_a_warning(talker, losses, capfd):
     given = ("--max-loss", 0.15, "--quality", losses(), "--compress-weight", "int8", "--json")
-    code = plan.main([str(a) for a in (talker, *FP32, *JOB, *given)])
+    code = main(["plan", *map(str, (talker, *FP32, *JOB, *given))])
     warning = "is of weights as stored and exact matmuls, this job is of weights in int8 and exact matmuls"
     assert code == 0 and warning in capfd.readouterr().err
 
@@ -281,7 +284,8 @@ def test_contradictions(cli, talker, losses, options, message):
 
 
 def test_an_automatic_budget_stays_within_the_limit(cli, talker, losses, tmp_path):
-    hardware, report = tmp_path / "laptop.json", tmp_path / "report.json"
+    hardware = tmp_path / "laptop.json"
+    report = tmp_path / "report.json"
     hardware.write_text(laptop(dtype="float32").to_json())
     auto = ("--model", talker, *FP32, *JOB, "--hh-ratio", "auto", "--hardware", hardware, "--report", report)
     code, _, err = cli(*auto, "--quality", losses())

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from h2o_flexgen.commands import generate as generating
+from h2o_flexgen.commands import main as commands
 from h2o_flexgen.models.registry import family, spec_of
 
 TINY = {
@@ -89,7 +89,7 @@ def percent(six: tuple) -> tuple:
 
 def environment(**changes: str) -> dict[str, str]:
     """For a process of its own: this repository's package, one thread, no network, no CUDA."""
-    root = str(Path(generating.__file__).resolve().parent.parent.parent)
+    root = str(Path(commands.__file__).resolve().parent.parent.parent)
     env = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     return env | {"CUDA_VISIBLE_DEVICES": ""} | changes
 
@@ -101,10 +101,10 @@ def command(*argv) -> list[str]:
 #: the command, with a line of progress for every step
 TALKING = """
 import sys
-from h2o_flexgen.commands import generate
+from h2o_flexgen.commands.main import run_command
 from h2o_flexgen.utils import progress
 progress.LINE_SECONDS = 0
-sys.exit(generate.main())
+sys.exit(run_command("generate", None, "h2o-flexgen generate"))
 """
 
 
@@ -173,7 +173,7 @@ def cli(capfd, tmp_path, monkeypatch):
 
     def run(*argv) -> tuple[int, str, str]:
         capfd.readouterr()
-        code = generating.main([str(a) for a in argv])
+        code = commands.main(["generate", *map(str, argv)])
         return code, *capfd.readouterr()
 
     return run

@@ -1,6 +1,6 @@
-"""Events alone keep the order: on a fake CUDA whose copies run as late as events allow, tokens stay the same.
+"""Events alone order transfers: with a fake CUDA whose copies run as late as events allow, tokens stay the same.
 
-Every copy of a transfer queue is put off until somebody waits for an event behind it. So a staging buffer that is
+Every copy of a transfer queue is delayed until something waits for an event behind it. So a staging buffer that is
 filled again too early, or a copy to RAM that is read before it has ended, changes the tokens.
 """
 
@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams
 from h2o_flexgen import llm as llm_module
 from h2o_flexgen.machine import memory
-from h2o_flexgen.machine.device import Device, host_memory
+from h2o_flexgen.machine.device import CudaDevice, host_memory
 from h2o_flexgen.storage import stored, transport
 from h2o_flexgen.storage.queues import TransferQueue
 
@@ -26,7 +26,8 @@ _thread = threading.local()
 
 class Stream:
     def __init__(self):
-        self.queue, self.done = [], 0
+        self.queue = []
+        self.done = 0
 
     def add(self, work):
         with _lock:
@@ -35,7 +36,8 @@ class Stream:
     def run_to(self, end):
         with _lock:
             while self.done < end:
-                work, self.queue[self.done] = self.queue[self.done], None
+                work = self.queue[self.done]
+                self.queue[self.done] = None
                 self.done += 1
                 work()
 
@@ -51,7 +53,7 @@ class Event:
 
 
 class Flush(TorchDispatchMode):
-    """Whatever else a job computes comes after its copies."""
+    """What else a job computes comes after its copies."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if not func.is_view:
@@ -59,10 +61,9 @@ class Flush(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class LazyDevice(Device):
+class LazyDevice(CudaDevice):
     def __init__(self, name="auto"):
-        super().__init__("cpu")
-        self.is_cuda = True
+        super().__init__(torch.device("cpu"))
 
     def buffer(self, nbytes):
         return torch.zeros(nbytes, dtype=torch.uint8)
@@ -142,7 +143,8 @@ def lazy_copy(dst, src):
 
 
 def _plain_copy(dst, src):
-    outer, _thread.stream = getattr(_thread, "stream", None), None
+    outer = getattr(_thread, "stream", None)
+    _thread.stream = None
     try:
         with torch.utils._python_dispatch._disable_current_modes():
             dst.copy_(src)
@@ -153,14 +155,14 @@ def _plain_copy(dst, src):
 @pytest.fixture
 def lazy(monkeypatch):
     streams.clear()
-    monkeypatch.setattr(llm_module, "Device", LazyDevice)
+    monkeypatch.setattr(llm_module, "open_device", LazyDevice)
     monkeypatch.setattr(transport, "TransferQueue", LazyQueue)
     for module in (stored, transport):
         monkeypatch.setattr(module, "copy", lazy_copy)
     yield
 
 
-#: placements, whether attention is where the cache is, and whether copies run beside compute
+#: placement, whether the CPU computes attention, and whether transfers run beside compute
 POLICIES = [
     ((100, 0, 100, 0, 100, 0), False, True),
     ((0, 100, 0, 100, 0, 100), True, True),
@@ -175,9 +177,11 @@ POLICIES = [
 
 @pytest.mark.parametrize("n, policy", [*enumerate(POLICIES)], ids=str)
 def test_copies_that_run_as_late_as_events_allow_give_the_same_tokens(lazy, tiny, n, policy):
-    """With a full cache and with a budget in turns: each meets every tier. Rows end one by one, and others take their
-    places."""
-    model, (percent, cpu_compute, overlap), budget = tiny("opt"), policy, [None, (4, 4)][n % 2]
+    """Policies alternate between a full cache and a budget; each meets every tier. Rows end one by one, and others take
+    their places."""
+    model = tiny("opt")
+    percent, cpu_compute, overlap = policy
+    budget = [None, (4, 4)][n % 2]
     budgets = (None, None) if budget is None else budget
     lengths = [5, 17, 9, 30, 12, 22, 7]
     prompts = model.clear_cut_prompts(lengths, 12, [budgets])

@@ -9,13 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from cli_tools import FP32, environment, write_rows
+from command_tools import FP32, environment, write_rows
 
 from h2o_flexgen.commands.main import main
 from h2o_flexgen.jobs.job import Job
 from h2o_flexgen.jobs.manifest import Manifest, manifest_path
 
-pytest_plugins = ["cli_tools"]
+pytest_plugins = ["command_tools"]
 
 ROWS = [{"prompt_token_ids": [n, 5, 6]} for n in range(7, 11)] + [{"prompt_token_ids": []}]
 
@@ -39,23 +39,23 @@ def out(cli, model, tmp_path):
 
 
 def keep(path: Path, *places: int) -> None:
-    """Of the lines of a file, these, in this order."""
+    """Keep only these lines of a file, in this order."""
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(lines[n] for n in places))
 
 
-def test_of_a_job_that_is_finished(status, out):
+def test_a_finished_job(status, out):
     assert status(out) == (0, "finished: 4 of 5 rows are done, 1 failed, 0 are left\n", "")
 
 
-def test_of_a_job_that_was_stopped(status, out):
+def test_a_stopped_job(status, out):
     keep(out, 0, 1)
     code, said, _ = status(out)
     assert code == 0 and said.startswith("stopped: 2 of 5 rows are done, 0 failed, 3 are left; ")
 
 
-def test_of_a_job_that_runs(status, out):
-    """Two rows of four tokens each in ten seconds, two are left; one was refused, and an earlier run made none."""
+def test_a_running_job(status, out):
+    """Two rows of four tokens each took ten seconds, two are left, one was refused; an earlier run finished none."""
     keep(out, 4, 0, 1)
     start = Manifest.read(manifest_path(out)).runs[-1]["start"]
     with Job(str(out)):
@@ -69,7 +69,7 @@ def test_of_a_job_that_runs(status, out):
 
 
 @pytest.mark.parametrize("start", [0, 12.5, -1e300, 1e18, 1e300], ids=str)
-def test_of_a_job_whose_clock_was_wrong(status, out, start):
+def test_a_job_whose_clock_was_wrong(status, out, start):
     """It stood at 1970 when the job began, or was far ahead."""
     path = manifest_path(out)
     manifest = json.loads(path.read_text())
@@ -77,13 +77,11 @@ def test_of_a_job_whose_clock_was_wrong(status, out, start):
     path.write_text(json.dumps(manifest))
     keep(out, 0, 1)
     with Job(str(out)):
-        assert status(out)[1] == (
-            "runs: 2 of 5 rows are done, 0 failed, 3 are left; this machine's clock was set meanwhile: how fast is not "
-            "known\n"
-        )
+        rows = "runs: 2 of 5 rows are done, 0 failed, 3 are left"
+        assert status(out)[1] == f"{rows}; this machine's clock was changed meanwhile: the speed is unknown\n"
 
 
-def test_of_a_job_on_a_machine_that_stays_in_1970(status, out):
+def test_a_job_on_a_machine_that_stays_in_1970(status, out):
     path = manifest_path(out)
     manifest = json.loads(path.read_text())
     manifest["runs"][-1]["start"] = 0
@@ -104,34 +102,37 @@ def test_of_a_job_on_a_machine_that_stays_in_1970(status, out):
         {},
     ],
 )
-def test_of_a_manifest_with_impossible_runs(status, out, run):
+def test_a_manifest_with_impossible_runs(status, out, run):
     path = manifest_path(out)
     path.write_text(json.dumps(json.loads(path.read_text()) | {"runs": [run]}))
     assert status(out)[0] == 2 and "is damaged" in status(out)[2]
 
 
 @pytest.mark.parametrize("name", ["out.jsonl", "out.jsonl.manifest.json"])
-def test_of_files_that_are_pipes(status, out, name):
+def test_files_that_are_pipes(status, out, name):
     path = out.with_name(name)
     path.unlink()
     os.mkfifo(path)
     code, said, err = status(out)
-    assert (code, said) == (2, "") and err == f"error: cannot read {path}: it is no regular file\n"
+    assert (code, said) == (2, "") and err == f"error: cannot read {path}: it is not a regular file\n"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="the test must become another user")
-def test_of_a_folder_that_may_not_be_entered(out):
-    code = "import os, sys; from h2o_flexgen import status; os.setuid(54321); sys.exit(status.main(sys.argv[1:]))"
+def test_a_folder_without_permission(out):
+    # before setuid, while they can be read
+    modules = "from h2o_flexgen.commands.main import main; import h2o_flexgen.commands.status, locale"
+    code = f"import os, sys; {modules}; os.setuid(54321); sys.exit(main(sys.argv[1:]))"
     out.parent.chmod(0o700)
-    done = subprocess.run([sys.executable, "-c", code, out], env=environment(), capture_output=True, text=True)
+    argv = [sys.executable, "-c", code, "status", out]
+    done = subprocess.run(argv, env=environment(), capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr == f"error: cannot read {manifest_path(out)}: Permission denied\n"
 
 
-def test_of_what_is_no_output_file(status, out, tmp_path):
+def test_files_that_are_not_output_files(status, out, tmp_path):
     for path in ("none.jsonl", "in.jsonl", "."):
         code, said, err = status(tmp_path / path)
-        assert code == 2 and said == "" and "is no output file of a job" in err
+        assert code == 2 and said == "" and "is not the output file of a job" in err
     manifest_path(out).write_text("garbage")
     assert "is damaged" in status(out)[2]
 

@@ -1,4 +1,4 @@
-"""KV blocks on disk are loaded beside each other, and written back, within the buffers that the plan counts."""
+"""KV blocks on disk are loaded side by side and written back, within the buffers that the plan counts."""
 
 from __future__ import annotations
 
@@ -15,20 +15,22 @@ from h2o_flexgen.formats import KVFormat
 from h2o_flexgen.formats.forms import cache_format
 from h2o_flexgen.kv_cache import KVLayout
 from h2o_flexgen.kv_cache.layout import KVTensors
-from h2o_flexgen.machine.device import Device, host_memory
+from h2o_flexgen.machine.device import host_memory, open_device
 from h2o_flexgen.machine.pages import PAGE
 from h2o_flexgen.storage.kv_store import KVStore, Occupied
 from h2o_flexgen.storage.queues import KV_BUFFERS
 from h2o_flexgen.storage.transport import Transport
 
-BLOCKS, SLOTS, HELD = 8, 16, 4
+BLOCKS = 8
+SLOTS = 16
+HELD = 4
 LAYOUT = KVLayout(batch=2, heads=2, segments=(SLOTS,), head_dim=8, form=KVFormat.dense(torch.float32))
 
 
 @pytest.fixture
 def gates(monkeypatch):
-    """Of reads and of writes: they wait while theirs is closed."""
-    gates = threading.Event(), threading.Event()
+    """One for reads and one for writes, which wait while their gate is closed."""
+    gates = [threading.Event(), threading.Event()]
     for gate, name in zip(gates, ("preadv", "pwrite")):
         real = getattr(os, name)
         monkeypatch.setattr(os, name, lambda *args, gate=gate, real=real: (gate.wait(30), real(*args))[1])
@@ -40,8 +42,8 @@ def gates(monkeypatch):
 
 @pytest.fixture
 def store(tmp_path, gates):
-    """All blocks are on disk, each filled with its number."""
-    transport = Transport(Device("cpu"), tmp_path / "offload")
+    """With all blocks on disk, each filled with its number."""
+    transport = Transport(open_device("cpu"), tmp_path / "offload")
     tiers = {(0, k): "disk" for k in range(BLOCKS)}
     layouts = dict.fromkeys(tiers, LAYOUT)
     store = KVStore(transport, layouts, tiers)
@@ -58,26 +60,27 @@ def store(tmp_path, gates):
     transport.close()
 
 
-def number(cache) -> set[float]:
+def numbers(cache) -> set[float]:
     return {*cache.k[0].unique().tolist(), *(-cache.v[0]).unique().tolist()}
 
 
 def step(store, k: int) -> None:
-    """Use a block, and put a token into its last slot but one."""
+    """Take a block through a decode step that writes its last slot but one."""
     cache = store.get(0, k, HELD)
-    slots, token = torch.full((2, 2), SLOTS - 2), torch.full((2, 2, 8), 100.0 + k)
+    slots = torch.full((2, 2), SLOTS - 2)
+    token = torch.full((2, 2, 8), 100.0 + k)
     cache.write(slots, token, -token)
     store.store_step(0, k, cache, slots, [0, 1], Occupied(HELD, [], 2))
 
 
-def test_as_many_blocks_are_loaded_at_once_as_there_are_staging_buffers(store, gates):
+def test_a_block_is_loaded_into_every_free_staging_buffer_at_once(store, gates):
     reads, _ = gates
     reads.clear()
     assert [store.prefetch(0, k, HELD) for k in range(BLOCKS)] == [True] * KV_BUFFERS + [False] * (BLOCKS - KV_BUFFERS)
     assert not any(block.loading.done() for block in store.blocks.values() if block.loading is not None)
     reads.set()
     for k in range(KV_BUFFERS):
-        assert number(store.get(0, k, HELD)) == {k}
+        assert numbers(store.get(0, k, HELD)) == {k}
         store.store_all(0, k, HELD)
 
 
@@ -90,7 +93,7 @@ def test_a_block_that_is_staged_or_being_loaded_is_not_loaded_again(store):
 
 
 def test_no_more_tokens_wait_for_the_disk_than_the_plan_counts(store, gates):
-    """Compute waits, instead of memory filling with what a slow disk has not taken yet."""
+    """Compute waits, so that a slow disk does not fill memory."""
     _, writes = gates
     writes.clear()
     used = []
@@ -104,12 +107,12 @@ def test_no_more_tokens_wait_for_the_disk_than_the_plan_counts(store, gates):
     compute.join()
     assert used == list(range(BLOCKS)) and len(store.storing) <= KV_BUFFERS
     for k in range(BLOCKS):
-        assert number(store.get(0, k, HELD)) == {k, 100 + k}
+        assert numbers(store.get(0, k, HELD)) == {k, 100 + k}
         store.store_all(0, k, HELD)
 
 
-def test_a_staging_buffer_is_free_again_once_its_reads_have_ended(store, gates):
-    """No request may still read into a buffer that another block takes."""
+def test_a_dropped_staging_buffer_is_free_once_its_reads_have_ended(store, gates):
+    """No request may still fill a buffer that another block takes."""
     reads, _ = gates
     reads.clear()
     for k in range(KV_BUFFERS):
@@ -120,17 +123,18 @@ def test_a_staging_buffer_is_free_again_once_its_reads_have_ended(store, gates):
     assert dropping.is_alive() and not store.prefetch(0, 5, HELD)
     reads.set()
     dropping.join()
-    assert store.prefetch(0, 5, HELD) and number(store.get(0, 5, HELD)) == {5}
+    assert store.prefetch(0, 5, HELD) and numbers(store.get(0, 5, HELD)) == {5}
 
 
 @pytest.mark.parametrize("lag", [0, 2, 5])
 def test_a_step_reads_the_tokens_that_a_growing_cache_holds_and_writes_a_segment_once(tmp_path, lag):
-    """`lag`: by so many tokens the second sequence is shorter; its first ones go into the prompts' segment."""
+    """`lag`: tokens by which the second sequence is shorter; its first new ones go into the prompts' segment."""
     segments = (6, 4, 4, 3)
     layout = KVLayout(batch=2, heads=1, segments=segments, head_dim=256, form=KVFormat.dense(torch.float32))
     assert layout.row_bytes == PAGE
-    transport = Transport(Device("cpu"), tmp_path / "offload")
-    store, io = KVStore(transport, {(0, 0): layout}, {(0, 0): "disk"}), transport.io
+    transport = Transport(open_device("cpu"), tmp_path / "offload")
+    io = transport.io
+    store = KVStore(transport, {(0, 0): layout}, {(0, 0): "disk"})
     store.begin({(0, 0): layout})
     cache = store.blank(0, 0)
     for part in (*cache.k, *cache.v):
@@ -141,9 +145,10 @@ def test_a_step_reads_the_tokens_that_a_growing_cache_holds_and_writes_a_segment
     store.store_all(0, 0, 6)
     store.drain()
     for held in range(6, 17):
-        before = io.read_bytes, io.written_bytes
+        read = io.read_bytes
+        written = io.written_bytes
         cache = store.get(0, 0, held)
-        assert io.read_bytes - before[0] == held * PAGE
+        assert io.read_bytes - read == held * PAGE
         for tensors, first in ((cache.k, 0.0), (cache.v, 100.0)):
             whole = torch.cat(tensors, 2)
             for b, n in enumerate((held, held - lag)):
@@ -153,32 +158,34 @@ def test_a_step_reads_the_tokens_that_a_growing_cache_holds_and_writes_a_segment
         cache.write(slots, token, 100 + token)
         store.store_step(0, 0, cache, slots, [0, 1], Occupied(held + 1, [], 2))
         store.drain()
-        written = (io.written_bytes - before[1]) // PAGE
+        pages = (io.written_bytes - written) // PAGE
         if held + 1 not in (10, 14):
-            assert written == 1
+            assert pages == 1
         else:
-            assert written == 4 if not lag else 4 < written <= held + 1
+            assert pages == 4 if not lag else 4 < pages <= held + 1
     transport.close()
 
 
 # sequences that take the places of others
 
-#: slots of the segments of a cache that grows, and of one of fixed size
+#: segments of a cache that grows, and of one of fixed size
 GROWTHS = {"append": (5, 3, 3, 4), "fixed": (12,)}
 
 
 class Life:
-    """Sequences come and go in a block on a tier; what each should have is kept beside it.
+    """A block on a tier in which sequences come and go, and what each of them should read.
 
     Attributes:
-        rows: a cache of its own for each sequence, by place, and its tokens.
+        rows: by place, a sequence's own cache and its length.
     """
 
     def __init__(self, folder, tier: str, layout: KVLayout, seed: int):
-        self.transport = Transport(Device("cpu"), folder)
+        self.transport = Transport(open_device("cpu"), folder)
         blocks = {(0, 0): tier, (0, 1): tier}
         self.store = KVStore(self.transport, dict.fromkeys(blocks, layout), blocks)
-        self.layout, self.one, self.random = layout, replace(layout, batch=1), Random(seed)
+        self.layout = layout
+        self.one = replace(layout, batch=1)
+        self.random = Random(seed)
         self.rows: list[tuple[KVTensors, int]] = []
         self.generator = torch.Generator().manual_seed(seed)
 
@@ -194,7 +201,7 @@ class Life:
         cache.write(slots, *torch.randn(2, 1, self.layout.heads, self.layout.head_dim, generator=self.generator))
 
     def slots(self, length: int) -> torch.Tensor:
-        """Of the next token of a sequence."""
+        """Slots (1, H) of a sequence's next token."""
         heads = range(self.layout.heads)
         at = [self.random.randrange(self.layout.slots) for _ in heads] if self.is_fixed else [length for _ in heads]
         return torch.tensor([at])
@@ -207,7 +214,7 @@ class Life:
         return self.layout.slots if self.is_fixed else max(lengths)
 
     def open(self) -> None:
-        """The block is empty, and the first sequences come."""
+        """Fill the empty block with the first sequences."""
         self.store.begin({(0, 0): self.layout})
         self.rows = [self.newcomer() for _ in range(self.layout.batch)]
         cache = self.store.blank(0, 0)
@@ -216,7 +223,7 @@ class Life:
         self.store.store_all(0, 0, self.held([length for _, length in self.rows]))
 
     def spoil(self) -> None:
-        """Another block leaves NaN in a staging buffer."""
+        """Let another block leave NaN in a staging buffer."""
         self.store.begin({(0, 1): self.layout})
         cache = self.store.blank(0, 1)
         for tensor in (*cache.k, *cache.v):
@@ -224,7 +231,7 @@ class Life:
         self.store.store_all(0, 1, self.layout.slots)
 
     def step(self, ended: set[int], new: int) -> None:
-        """Some sequences have ended, the last ones move into their places, others come, and the rest get a token."""
+        """Those `ended` leave, the last ones move into their places, `new` ones come, and the others get a token."""
         left = [place for place in range(len(self.rows)) if place not in ended]
         holes = [place for place in range(len(left)) if place in ended]
         moves = list(zip(reversed(left), holes))
@@ -253,12 +260,13 @@ class Life:
         self.store.store_step(0, 0, cache, torch.cat(slots), list(range(old)), after)
 
     def check(self, cache: KVTensors, place: int, held: int) -> None:
-        """A sequence has its own tokens, and nothing that would spread in empty slots that are read."""
-        row, begin = self.rows[place][0], 0
+        """A sequence reads its own tokens, and no NaN in empty slots."""
+        row, length = self.rows[place]
+        begin = 0
         for n, segment in enumerate(self.layout.segments):
             if begin >= held:
                 break
-            used = segment if cache.reads_empty_slots else min(segment, max(0, self.rows[place][1] - begin))
+            used = segment if cache.reads_empty_slots else min(segment, max(0, length - begin))
             for found, wanted in ((cache.k[n], row.k[n]), (cache.v[n], row.v[n])):
                 assert torch.equal(found[place, :, :used], wanted[0, :, :used]), f"place {place}, segment {n}"
             begin += segment
@@ -270,15 +278,15 @@ def put(cache: KVTensors, place: int, row: KVTensors) -> None:
 
 
 def floats(row: KVTensors, at: torch.Tensor) -> list[torch.Tensor]:
-    """K and V (1, H, D) of a token of one sequence."""
+    """K and V (1, H, D) of a sequence's token."""
     return [form.floats(x, torch.float32) for form, x in zip(row.form, row.token(at))]
 
 
 @pytest.mark.parametrize("kind", [None, "int8", "int4"])
 @pytest.mark.parametrize("growth", GROWTHS)
 @pytest.mark.parametrize("tier", ["cpu", "disk", "gpu"])
-def test_each_sequence_reads_its_own_tokens_whoever_comes_and_goes_beside_it(tmp_path, tier, growth, kind):
-    """Other blocks pass through the same buffers, and some of what they hold is NaN."""
+def test_a_sequence_reads_its_own_tokens_while_others_come_and_go(tmp_path, tier, growth, kind):
+    """Another block passes through the same buffers, and leaves NaN in them."""
     form = cache_format(kind, torch.float32, 8)
     layout = KVLayout(4, 2, GROWTHS[growth], 8, form, growth=growth)
     for seed in range(3):
@@ -291,7 +299,7 @@ def test_each_sequence_reads_its_own_tokens_whoever_comes_and_goes_beside_it(tmp
                 new = life.random.choice([0, 0, 1, 3])
                 if life.random.random() < 0.3:
                     life.spoil()
-                if len(ended) == len(life.rows):  # then the block is laid out anew
+                if len(ended) == len(life.rows):  # then the block is laid out again
                     break
                 life.step(ended, new)
         life.store.drain()
@@ -299,8 +307,8 @@ def test_each_sequence_reads_its_own_tokens_whoever_comes_and_goes_beside_it(tmp
 
 
 @pytest.mark.parametrize("is_prefetched", [False, True])
-def test_a_block_is_laid_out_anew_once_its_last_transfers_have_ended(store, gates, is_prefetched):
-    """They go by the old layout."""
+def test_a_block_is_laid_out_again_only_after_its_last_transfers(store, gates, is_prefetched):
+    """They follow the old layout."""
     _, writes = gates
     writes.clear()
     step(store, 0)
@@ -317,15 +325,16 @@ def test_a_block_is_laid_out_anew_once_its_last_transfers_have_ended(store, gate
     cache.k[0].fill_(7)
     cache.v[0].fill_(-7)
     store.store_all(0, 0, HELD)
-    assert number(store.get(0, 0, HELD)) == {7}
+    assert numbers(store.get(0, 0, HELD)) == {7}
 
 
 def test_in_a_block_that_is_not_full_a_step_writes_its_token_and_a_full_segment(tmp_path):
     """One of two places is in use."""
     segments = (64, 4, 4, 4)
     layout = KVLayout(batch=2, heads=1, segments=segments, head_dim=256, form=KVFormat.dense(torch.float32))
-    transport = Transport(Device("cpu"), tmp_path / "offload")
-    store, io = KVStore(transport, {(0, 0): layout}, {(0, 0): "disk"}), transport.io
+    transport = Transport(open_device("cpu"), tmp_path / "offload")
+    io = transport.io
+    store = KVStore(transport, {(0, 0): layout}, {(0, 0): "disk"})
     store.begin({(0, 0): layout})
     store.blank(0, 0)
     store.store_all(0, 0, 64)

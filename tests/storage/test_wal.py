@@ -1,4 +1,4 @@
-"""A KV block on disk reads back as it was, whatever is in its log and whenever it is compacted."""
+"""A KV block on disk reads back what was written, whatever is in its log and whenever it is compacted."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from h2o_flexgen.machine.pages import PAGE
 from h2o_flexgen.storage.disk import DiskIO, File
 from h2o_flexgen.storage.wal import LoggedBlock, file_bytes
 
-HEADS, HEAD_DIM = 2, 4
+HEADS = 2
+HEAD_DIM = 4
 OFFSET = 3 * PAGE
 FORMS = st.sampled_from([cache_format(kind, torch.float32, HEAD_DIM) for kind in (None, "int8", "int4")])
 
-#: metadata and growth of a cache with a fixed number of slots
+#: metadata and growth of a cache of fixed size
 FIXED = HeavyHitterCache.metadata, HeavyHitterCache.growth
 
 
@@ -33,16 +34,19 @@ def file(tmp_path_factory):
 
 
 class Mirrored:
-    """A block on disk, taken through steps as the store does, and beside it the same cache in RAM.
+    """A block on disk, taken through steps as the store does, and the same cache in RAM.
 
     Attributes:
-        compacted, in_part: how many steps wrote the block again, and how many the parts of newcomers alone.
+        compacted: number of steps that rewrote the block.
+        in_part: number of steps that wrote only the parts of newcomers.
     """
 
     def __init__(self, file: File, layout: KVLayout, held: int):
-        self.io, self.layout = DiskIO(threads=1), layout
+        self.io = DiskIO(threads=1)
+        self.layout = layout
         self.block = LoggedBlock(self.io, file, OFFSET)
-        self.buffer, self.wanted = host_memory(file_bytes(layout)), host_memory(layout.kv_bytes)
+        self.buffer = host_memory(file_bytes(layout))
+        self.wanted = host_memory(layout.kv_bytes)
         self.compacted = self.in_part = self.token = 0
         self.block.begin(layout)
         self.wanted[: layout.used_bytes(held)] = 1  # as prefill leaves it
@@ -53,7 +57,7 @@ class Mirrored:
         return [self.layout.view(x, host_memory(self.layout.meta_bytes)) for x in (self.buffer, self.wanted)]
 
     def read(self, held: int, rows: int) -> None:
-        """What the first `rows` sequences read must be what the cache in RAM holds."""
+        """The first `rows` sequences must read what the cache in RAM holds."""
         self.buffer[:] = 255
         self.block.read(self.buffer.numpy(), self.layout.used_bytes(held))
         found, wanted = self.caches()
@@ -62,14 +66,17 @@ class Mirrored:
             assert torch.equal(found.v[n][:rows], wanted.v[n][:rows]), f"segment {n}"
 
     def segments(self, held: int) -> int:
-        """That have so many slots in use."""
+        """Number of segments that hold the first `held` slots."""
         return 1 + bisect_left(self.layout.ends, held)
 
     def step(self, held: int, slots: torch.Tensor, new: dict[int, int] | None = None, count: int | None = None) -> None:
-        """Sequences come, by place and length, and the others put a token into `slots` (B, H); `held` slots of the
-        first `count` sequences are then in use."""
-        layout, block, new = self.layout, self.block, new or {}
-        count, places = layout.batch if count is None else count, list(new)
+        """Sequences `new` come, by place and length, and the others write a token to `slots` (B, H); after that `held`
+        slots of the first `count` sequences are in use."""
+        layout = self.layout
+        block = self.block
+        new = new or {}
+        places = list(new)
+        count = layout.batch if count is None else count
         self.token += 1
         for cache in self.caches():
             for end, *segments in zip(layout.ends, cache.k, cache.v):
@@ -94,7 +101,7 @@ class Mirrored:
 
 
 def replay(file: File, layout: KVLayout, steps: list[tuple[int, torch.Tensor]]) -> int:
-    """`steps`: (slots held before, slots). Returns how many times the block was compacted."""
+    """`steps`: (slots held before, slots). Returns how often the block was compacted."""
     mirrored = Mirrored(file, layout, steps[0][0])
     for held, slots in steps:
         after = min(held + 1, layout.slots)
@@ -120,7 +127,7 @@ def test_a_cache_of_fixed_size(file, form, batch, slots, seed):
     lags=st.lists(st.integers(0, 6), min_size=1, max_size=3),
 )
 def test_a_cache_that_grows_by_segments(file, form, segments, lags):
-    """`lags`: by so many tokens each sequence is shorter than the longest; those go into an earlier segment."""
+    """`lags`: tokens by which each sequence is shorter than the longest; those may go into an earlier segment."""
     layout = KVLayout(len(lags), HEADS, segments, HEAD_DIM, form)
     steps = []
     for held in range(segments[0], sum(segments)):
@@ -135,13 +142,15 @@ def test_a_cache_that_grows_by_segments(file, form, segments, lags):
 @settings(max_examples=20)
 @given(form=FORMS, batch=st.integers(2, 5), slots=st.integers(1, 40), seed=st.integers(0, 1000))
 def test_sequences_come_and_go_in_a_cache_of_fixed_size(file, form, batch, slots, seed):
-    layout, random = KVLayout(batch, HEADS, (slots,), HEAD_DIM, form, *FIXED), Random(seed)
-    mirrored, count = Mirrored(file, layout, slots), batch
+    layout = KVLayout(batch, HEADS, (slots,), HEAD_DIM, form, *FIXED)
+    random = Random(seed)
+    mirrored = Mirrored(file, layout, slots)
+    count = batch
     for _ in range(25):
         mirrored.read(slots, count)
         places, count = come_and_go(random, batch, count)
-        victims = torch.tensor([[random.randrange(slots) for _ in range(HEADS)] for _ in range(batch)])
-        mirrored.step(slots, victims, dict.fromkeys(places, slots), count)
+        victims = torch.tensor([random.randrange(slots) for _ in range(batch * HEADS)])
+        mirrored.step(slots, victims.view(batch, HEADS), dict.fromkeys(places, slots), count)
     mirrored.read(slots, count)
     mirrored.io.close()
 
@@ -155,8 +164,10 @@ def test_sequences_come_and_go_in_a_cache_of_fixed_size(file, form, batch, slots
 )
 def test_sequences_come_and_go_in_a_cache_that_grows(file, form, segments, batch, seed):
     """Each ends at the latest when its slots are full, so the block grows and shrinks again."""
-    layout, random = KVLayout(batch, HEADS, segments, HEAD_DIM, form), Random(seed)
-    mirrored, count = Mirrored(file, layout, segments[0]), batch
+    layout = KVLayout(batch, HEADS, segments, HEAD_DIM, form)
+    random = Random(seed)
+    mirrored = Mirrored(file, layout, segments[0])
+    count = batch
     lengths = [segments[0]] * batch
     for _ in range(25):
         running = count
@@ -173,7 +184,7 @@ def test_sequences_come_and_go_in_a_cache_that_grows(file, form, segments, batch
 
 
 def come_and_go(random: Random, batch: int, count: int, ended: tuple[int, ...] = ()) -> tuple[tuple[int, ...], int]:
-    """(places to which a sequence comes, places in use then), of `count` in use."""
+    """(places that a sequence takes, places in use then), of `count` in use."""
     if random.random() < 0.2 and count > 1 and not ended:
         return (), count - 1  # the last one has ended, and nobody takes its place
     places = {*ended, *(place for place in range(count) if random.random() < 0.1)}
@@ -183,7 +194,7 @@ def come_and_go(random: Random, batch: int, count: int, ended: tuple[int, ...] =
 
 @pytest.mark.parametrize("before, after", [(0, 0), (3, 0), (0, 3), (3, 3)])
 def test_a_newcomer_writes_its_own_pages_and_its_neighbours_keep_their_tokens(file, before, after):
-    """With so many tokens of all sequences in the log before it comes, and behind it."""
+    """`before`, `after`: tokens of each sequence in the log before and after it comes."""
     form = cache_format(None, torch.float32, HEAD_DIM)
     layout = KVLayout(4, HEADS, (256,), HEAD_DIM, form, *FIXED)  # a sequence has two pages of K, and two of V
     mirrored = Mirrored(file, layout, 256)

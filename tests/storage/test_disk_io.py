@@ -1,4 +1,4 @@
-"""Files at offsets, by several threads: whatever is asked for arrives, direct or buffered."""
+"""Reads and writes at offsets by several threads are exact, direct or buffered."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.machine.device import Device
+from h2o_flexgen.machine.device import open_device
+from h2o_flexgen.machine.pages import PAGE
 from h2o_flexgen.storage.disk import PREFETCH, READ, WRITE, DiskIO, File, OffloadFolder, RequestQueue, wait
 
-PAGE = 4096
 SIZE = 10 * PAGE + 123
 CONTENT = np.random.default_rng(0).integers(0, 256, SIZE, dtype=np.uint8)
 
@@ -32,7 +32,7 @@ def content(tmp_path_factory):
 
 def buffer(nbytes: int, phase: int) -> np.ndarray:
     """A view that starts `phase` bytes into a page."""
-    return Device("cpu").host_buffer(nbytes + PAGE).numpy()[phase : phase + nbytes]
+    return open_device("cpu").host_buffer(nbytes + PAGE).numpy()[phase : phase + nbytes]
 
 
 @given(
@@ -52,7 +52,8 @@ def test_any_read_is_exact(content, offset, length, phase, direct, prefetch, req
     length = min(length, SIZE - offset)
     if request_size < 1000:
         length = min(length, 200)  # one request a byte
-    file, io = File(content), DiskIO(threads=3, request=request_size)
+    file = File(content)
+    io = DiskIO(threads=3, request=request_size)
     io.large_prefetches = prefetch
     out = buffer(length, phase)
     wait(io.read(file, out, offset, direct, prefetch))
@@ -78,7 +79,8 @@ def test_any_read_is_exact(content, offset, length, phase, direct, prefetch, req
 def test_any_write_is_exact_and_touches_nothing_else(tmp_path_factory, writes, phase, direct, request_size):
     path = tmp_path_factory.mktemp("write") / "file"
     expected = np.zeros(30_000, dtype=np.uint8)
-    file, io = File(path, writable=True), DiskIO(threads=3, request=request_size)
+    file = File(path, writable=True)
+    io = DiskIO(threads=3, request=request_size)
     file.allocate(len(expected))
     for n, (offset, length) in enumerate(writes):
         data = buffer(length, phase)
@@ -98,7 +100,8 @@ def test_prefetches_may_be_large_requests(tmp_path, mib, parts, more):
     nbytes = mib and (mib << 20) + more
     content = np.random.default_rng(mib).integers(0, 256, nbytes, dtype=np.uint8)
     content.tofile(tmp_path / "f")
-    io, out = DiskIO(), buffer(nbytes, 0)
+    out = buffer(nbytes, 0)
+    io = DiskIO()
     io.large_prefetches = True
     reads = io.read(File(tmp_path / "f"), out, 0, direct=True, prefetch=True)
     wait(reads)
@@ -107,28 +110,29 @@ def test_prefetches_may_be_large_requests(tmp_path, mib, parts, more):
     io.close()
 
 
-def test_every_request_is_taken_whoever_asks_and_however_often_the_disk_rests():
+def test_every_request_is_served_whether_threads_are_busy_or_idle():
     requests = RequestQueue(3)
-    taken: list[tuple[int, int]] = []
+    served: list[tuple[int, int]] = []
 
-    def ask(asker: int) -> None:
+    def submit(caller: int) -> None:
         for n in range(300):
-            future = requests.submit((WRITE, READ, PREFETCH)[n % 3], taken.append, (asker, n))
-            if n % 7 == asker:
-                assert future.exception(60) is None  # the disk rests
+            future = requests.submit((WRITE, READ, PREFETCH)[n % 3], served.append, (caller, n))
+            if n % 7 == caller:
+                assert future.exception(60) is None  # now threads are idle
 
-    askers = [threading.Thread(target=ask, args=(asker,)) for asker in range(4)]
-    for asker in askers:
-        asker.start()
-    for asker in askers:
-        asker.join(60)
+    callers = [threading.Thread(target=submit, args=(caller,)) for caller in range(4)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join(60)
     requests.submit(PREFETCH, int).result(60)
     requests.close()
-    assert sorted(taken) == [(asker, n) for asker in range(4) for n in range(300)]
+    assert sorted(served) == [(caller, n) for caller in range(4) for n in range(300)]
 
 
 def test_arrays_of_any_type_and_shape(tmp_path):
-    file, io = File(tmp_path / "f", writable=True), DiskIO(request=PAGE)
+    file = File(tmp_path / "f", writable=True)
+    io = DiskIO(request=PAGE)
     data = np.random.default_rng(1).standard_normal((3, 5, 2000)).astype(np.float32)
     wait(io.write(file, data, 7))
     out = np.empty_like(data)
@@ -139,8 +143,8 @@ def test_arrays_of_any_type_and_shape(tmp_path):
 
 
 def test_a_file_system_that_refuses_direct_requests(content, tmp_path, monkeypatch):
-    """At open (tmpfs of old), or only at the request: ordinary ones take over."""
-    real_open, real_read, real_write = os.open, os.preadv, os.pwrite
+    """At open (older tmpfs), or only at the request: ordinary requests take over."""
+    real_open = os.open
 
     def no_open(path, flags, *mode, **more):
         if flags & os.O_DIRECT:
@@ -156,49 +160,43 @@ def test_a_file_system_that_refuses_direct_requests(content, tmp_path, monkeypat
     assert np.array_equal(out, CONTENT)
 
     file = File(content)
-
-    def no_read(fd, buffers, offset):
-        if fd == file.direct_fd:
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        return real_read(fd, buffers, offset)
-
-    monkeypatch.setattr(os, "preadv", no_read)
+    fail_directly(monkeypatch, "preadv", file, errno.EINVAL)
     out[:] = 0
     file.read_at(memoryview(out), 0, direct=True)
     assert np.array_equal(out, CONTENT)
 
     copy = File(tmp_path / "copy", writable=True)
-
-    def no_write(fd, part, offset):
-        if fd == copy.direct_fd:
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        return real_write(fd, part, offset)
-
-    monkeypatch.setattr(os, "pwrite", no_write)
+    fail_directly(monkeypatch, "pwrite", copy, errno.EINVAL)
     copy.write_at(memoryview(CONTENT), 0, direct=True)
     assert (tmp_path / "copy").read_bytes() == CONTENT.tobytes()
 
 
+def fail_directly(monkeypatch, call: str, file: File, error: int) -> None:
+    """Let direct requests to a file fail."""
+    real = getattr(os, call)
+
+    def failing(fd, part, offset):
+        if fd == file.direct_fd:
+            raise OSError(error, os.strerror(error))
+        return real(fd, part, offset)
+
+    monkeypatch.setattr(os, call, failing)
+
+
 def test_a_direct_write_that_fails_is_not_tried_again_through_the_page_cache(tmp_path, monkeypatch):
-    """There it might seem to succeed."""
+    """It might seem to succeed there."""
     file = File(tmp_path / "f", writable=True)
     if file.direct_fd is None:
         pytest.skip("this file system takes no direct requests")
-    real = os.pwrite
-
-    def broken(fd, part, offset):
-        if fd == file.direct_fd:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return real(fd, part, offset)
-
-    monkeypatch.setattr(os, "pwrite", broken)
+    fail_directly(monkeypatch, "pwrite", file, errno.EIO)
     with pytest.raises(UserError, match="cannot write to the offload folder.*Input/output error"):
         file.write_at(memoryview(buffer(2 * PAGE, 0)), 0, direct=True)
 
 
-def test_short_reads_and_writes_go_on_where_they_stopped(content, tmp_path, monkeypatch):
-    """A signal or a network file system may move less than was asked for."""
-    real_read, real_write = os.preadv, os.pwrite
+def test_short_reads_and_writes_continue_where_they_stopped(content, tmp_path, monkeypatch):
+    """A signal or a network file system may cut a request short."""
+    real_read = os.preadv
+    real_write = os.pwrite
     monkeypatch.setattr(os, "preadv", lambda fd, views, at: real_read(fd, [views[0][:1111]], at))
     monkeypatch.setattr(os, "pwrite", lambda fd, view, at: real_write(fd, view[:777], at))
     for direct in (False, True):
@@ -213,11 +211,13 @@ def test_short_reads_and_writes_go_on_where_they_stopped(content, tmp_path, monk
 
 
 def test_all_requests_end_before_the_first_error_is_raised(tmp_path, monkeypatch):
-    """No thread may still write into a buffer whose owner has been told that the read failed."""
+    """No thread may still fill a buffer whose owner has seen the read fail."""
     path = tmp_path / "f"
     path.write_bytes(b"x" * 8 * PAGE)
-    file, io = File(path), DiskIO(threads=2, request=PAGE)
-    ended, real = [], os.preadv
+    file = File(path)
+    io = DiskIO(threads=2, request=PAGE)
+    ended = []
+    real = os.preadv
 
     def read(fd, views, offset):
         try:
@@ -240,7 +240,7 @@ def test_a_missing_file(tmp_path):
 
 
 def test_files_give_their_descriptors_back(tmp_path):
-    """By close, and when nobody holds them any more: a deleted file that is still open keeps its space on disk."""
+    """On close, and when nothing refers to them: a deleted file that is still open keeps its space on disk."""
 
     def open_files() -> int:
         return len(os.listdir("/proc/self/fd"))
@@ -273,8 +273,10 @@ def test_a_file_of_the_offload_folder_has_its_space_reserved(tmp_path):
 
 @pytest.fixture
 def gated(monkeypatch):
-    """Reads at offset 0 wait for `gate`; `order` holds the pages of all as they run."""
-    gate, order, real = threading.Event(), [], os.preadv
+    """Reads at offset 0 wait for `gate`; `order` lists the pages in the order they are read in."""
+    gate = threading.Event()
+    order = []
+    real = os.preadv
 
     def read(fd, views, offset):
         if offset == 0:
@@ -288,9 +290,11 @@ def gated(monkeypatch):
 
 
 def test_a_prefetch_waits_until_no_other_request_does(content, gated):
-    """The next layer's weights do not hold up the cache that compute wants next, though it is in another file."""
+    """The next layer's weights do not hold up the cache, in another file, that compute needs next."""
     gate, order = gated
-    weights, cache, io = File(content), File(content), DiskIO(threads=1, request=PAGE)
+    weights = File(content)
+    cache = File(content)
+    io = DiskIO(threads=1, request=PAGE)
     outs = [np.empty(PAGE, np.uint8) for _ in range(6)]
     requests = []
     for n, prefetch in enumerate([False, True, True, False, True, False]):  # the first one holds the only thread
@@ -307,7 +311,9 @@ def test_writes_go_first(content, tmp_path, gated, monkeypatch):
     gate, order = gated
     real = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: (order.append("write"), real(fd, data, offset))[1])
-    file, target, io = File(content), File(tmp_path / "target", writable=True), DiskIO(threads=1, request=PAGE)
+    file = File(content)
+    target = File(tmp_path / "target", writable=True)
+    io = DiskIO(threads=1, request=PAGE)
     out = np.empty((3, PAGE), np.uint8)
     requests = [io.read(file, row, n * PAGE) for n, row in enumerate(out)]
     while not requests[0][0].running():
@@ -321,7 +327,9 @@ def test_writes_go_first(content, tmp_path, gated, monkeypatch):
 
 def test_file_systems_do_not_wait_for_each_other(content, gated):
     gate, order = gated
-    one, other, io = File(content), File(content), DiskIO(threads=1, request=PAGE)
+    one = File(content)
+    other = File(content)
+    io = DiskIO(threads=1, request=PAGE)
     other.device = one.device + 1
     out = np.empty(PAGE, np.uint8)
     held = io.read(one, out, 0)
@@ -332,10 +340,11 @@ def test_file_systems_do_not_wait_for_each_other(content, gated):
     io.close()
 
 
-def test_closing_ends_what_runs_and_cancels_what_waits(content, gated):
-    """Nobody waits for ever for a request that no thread will take."""
+def test_closing_ends_running_requests_and_cancels_waiting_ones(content, gated):
+    """Nobody waits forever for a request that no thread will take."""
     gate, _ = gated
-    file, io = File(content), DiskIO(threads=1, request=PAGE)
+    file = File(content)
+    io = DiskIO(threads=1, request=PAGE)
     requests = io.read(file, np.empty(4 * PAGE, np.uint8), 0)
     while not requests[0].running():
         time.sleep(0.001)
@@ -349,8 +358,8 @@ def test_closing_ends_what_runs_and_cancels_what_waits(content, gated):
     assert [request.cancelled() for request in requests] == [False, True, True, True]
 
 
-def test_failed_requests_let_their_buffer_go(tmp_path, monkeypatch):
-    """Without a garbage collection: a buffer may be most of the memory there is."""
+def test_failed_requests_release_their_buffer(tmp_path, monkeypatch):
+    """Without garbage collection, since a buffer may take most of the memory."""
 
     def fail(*args):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -358,7 +367,8 @@ def test_failed_requests_let_their_buffer_go(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "preadv", fail)
     path = tmp_path / "f"
     path.write_bytes(bytes(4 * PAGE))
-    file, io = File(path), DiskIO(threads=2, request=PAGE)
+    file = File(path)
+    io = DiskIO(threads=2, request=PAGE)
     out = np.empty(4 * PAGE, np.uint8)
     gone = weakref.ref(out)
     gc.disable()
@@ -366,7 +376,7 @@ def test_failed_requests_let_their_buffer_go(tmp_path, monkeypatch):
         requests = io.read(file, out, 0)
         errors = [request.exception() for request in requests]
         assert all(isinstance(e, UserError) for e in errors)
-        io.close()  # its threads hold nothing of their last request
+        io.close()  # its threads keep nothing of their last request
         del requests, out, errors
         assert gone() is None
     finally:

@@ -1,18 +1,19 @@
-"""An error in a thread beside compute reaches the caller, and nothing is left behind."""
+"""An error in a transfer thread reaches the caller, and nothing is left behind."""
 
 from __future__ import annotations
 
 import os
 import threading
+from itertools import count
 
 import pytest
 import torch
-from cli_tools import PROMPTS
+from command_tools import PROMPTS
 
 from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams
 from h2o_flexgen.engine.step import Walk
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.machine.device import Device
+from h2o_flexgen.machine.device import CudaDevice, open_device
 from h2o_flexgen.storage.activations import WRITE_BACKS, ActivationStore
 from h2o_flexgen.storage.disk import DiskIO, File, wait
 from h2o_flexgen.storage.kv_store import KVStore
@@ -20,7 +21,7 @@ from h2o_flexgen.storage.queues import TransferQueue
 from h2o_flexgen.storage.transport import Transport
 from h2o_flexgen.storage.weights import WeightStore
 
-pytest_plugins = ["cli_tools"]
+pytest_plugins = ["command_tools"]
 
 
 @pytest.fixture(params=[True, False], ids=["overlap", "no overlap"])
@@ -30,12 +31,12 @@ def overlap(request) -> bool:
 
 @pytest.fixture
 def queue(overlap):
-    queue = TransferQueue(Device("cpu"), "test", overlap)
+    queue = TransferQueue(open_device("cpu"), "test", overlap)
     yield queue
     queue.close()
 
 
-def test_an_error_is_in_the_future_and_the_queue_goes_on(queue):
+def test_after_an_error_a_queue_runs_its_next_jobs(queue):
     done = []
     before = queue.submit(lambda: done.append(1))
     failed = queue.submit(lambda: 1 / 0)
@@ -50,7 +51,8 @@ def test_an_error_is_in_the_future_and_the_queue_goes_on(queue):
 
 
 def test_jobs_run_in_order_one_at_a_time(queue):
-    running, order = [], []
+    running = []
+    order = []
 
     def job(n):
         running.append(n)
@@ -64,7 +66,7 @@ def test_jobs_run_in_order_one_at_a_time(queue):
 
 
 def test_a_queue_may_change_tensors_that_compute_made(queue):
-    """Compute runs in inference mode, which is a thread's own: what it makes, no other mode may change."""
+    """Compute runs in inference mode, whose tensors change in no other mode, and each thread sets its own mode."""
     with torch.inference_mode():
         buffer = torch.zeros(4)
         half = torch.ones(4, dtype=torch.float16)
@@ -73,8 +75,10 @@ def test_a_queue_may_change_tensors_that_compute_made(queue):
 
 
 def test_closing_waits_for_the_running_job_and_drops_the_rest():
-    queue = TransferQueue(Device("cpu"), "test", overlap=True)
-    started, go, done = threading.Event(), threading.Event(), []
+    queue = TransferQueue(open_device("cpu"), "test", overlap=True)
+    started = threading.Event()
+    go = threading.Event()
+    done = []
 
     def first():
         started.set()
@@ -93,8 +97,9 @@ def test_closing_waits_for_the_running_job_and_drops_the_rest():
     assert done == [1]
 
 
-def test_only_so_many_hidden_states_wait_on_the_device_to_be_written_back(tmp_path, monkeypatch):
-    started, go = threading.Event(), threading.Event()
+def test_hidden_states_that_wait_for_their_write_back_are_limited(tmp_path, monkeypatch):
+    started = threading.Event()
+    go = threading.Event()
     real = ActivationStore.store
 
     def slow(*args):
@@ -103,7 +108,7 @@ def test_only_so_many_hidden_states_wait_on_the_device_to_be_written_back(tmp_pa
         real(*args)
 
     monkeypatch.setattr(ActivationStore, "store", slow)
-    transport = Transport(Device("cpu"), tmp_path)
+    transport = Transport(open_device("cpu"), tmp_path)
     store = ActivationStore(transport, ["cpu"], [64 * (WRITE_BACKS + 1)], 64)
     hiddens = [torch.full((1, 4, 4), float(n)) for n in range(WRITE_BACKS + 1)]
 
@@ -144,9 +149,10 @@ PLACES = {
 @pytest.mark.parametrize("overlap, after", [(True, 7), (False, 0)])
 @pytest.mark.parametrize("place", list(PLACES))
 def test_an_error_anywhere_reaches_the_caller(model, tmp_path, monkeypatch, place, overlap, after):
-    """At its first call or a later one: the error itself comes out, threads end, and the folder goes."""
+    """At its first call or a later one: the error itself is raised, threads end, and the offload folder is gone."""
     owner, name, six = PLACES[place]
-    real, calls = getattr(owner, name), iter(range(10**9))
+    real = getattr(owner, name)
+    calls = count()
 
     def failing(*args, **more):
         if next(calls) >= after:
@@ -171,7 +177,7 @@ def test_an_error_anywhere_reaches_the_caller(model, tmp_path, monkeypatch, plac
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("six", [(100, 0, 0, 0, 100, 0), (100, 0, 0, 100, 100, 0)], ids=["disk", "cpu"])
 def test_an_error_while_a_newcomer_is_written_reaches_the_caller(model, monkeypatch, six, overlap):
-    """As it comes to a place beside rows that decode."""
+    """When it takes a place beside rows that decode."""
     prompts = [[5, 6, 7], [8, 9], [5], [6, 7], [9, 9]]
     params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (9, 9, 9, 3, 6)]
     options = {"device": "cpu", "dtype": "float32", "progress": False}
@@ -187,7 +193,7 @@ def full_gpu(*args, **more):
     raise torch.OutOfMemoryError("tried to allocate 2 GiB")
 
 
-def test_a_gpu_that_is_full_after_all_is_told_in_a_line(model, tmp_path, monkeypatch):
+def test_a_gpu_that_runs_out_of_memory_is_an_error_of_one_line(model, tmp_path, monkeypatch):
     """And the job may be tried again."""
     with LLM(str(model), Policy(1, 3, (0,) * 6), device="cpu", progress=False, offload_dir=tmp_path) as llm:
         with monkeypatch.context() as patch:
@@ -198,7 +204,7 @@ def test_a_gpu_that_is_full_after_all_is_told_in_a_line(model, tmp_path, monkeyp
         assert len(llm.generate(PROMPTS, SamplingParams(max_tokens=3))) == len(PROMPTS)
 
 
-def test_a_gpu_that_is_full_after_all_ends_a_session_in_a_line(model, monkeypatch):
+def test_a_gpu_that_runs_out_of_memory_ends_a_session_with_one_line(model, monkeypatch):
     with LLM(str(model), kv_budget=KVBudget.from_size(4), device="cpu", progress=False) as llm:
         session = llm.session(position_rolling=False)
         monkeypatch.setattr(Walk, "_read", full_gpu)
@@ -206,25 +212,26 @@ def test_a_gpu_that_is_full_after_all_ends_a_session_in_a_line(model, monkeypatc
             session.feed([5, 6, 7])
 
 
-def test_a_gpu_that_is_full_before_a_job_begins_is_told_in_a_line(monkeypatch):
+def test_a_gpu_that_is_full_before_the_job_is_an_error_of_one_line(monkeypatch):
     def full():
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB\nand more")
 
     monkeypatch.setattr(torch.cuda, "empty_cache", full)
-    with pytest.raises(UserError, match="cannot begin on cpu: CUDA out of memory.*MiB; if its memory is full, end"):
-        Device("cpu").start(None)
+    with pytest.raises(UserError, match="cannot start on cuda:0: CUDA out of memory.*MiB; if its memory is full, end"):
+        CudaDevice(torch.device("cuda:0")).start(None)
 
 
-def test_a_pool_that_is_closed_takes_no_more(tmp_path):
-    io, file = DiskIO(), File(tmp_path / "f", writable=True)
+def test_no_request_is_taken_after_close(tmp_path):
+    io = DiskIO()
+    file = File(tmp_path / "f", writable=True)
     wait(io.write(file, torch.zeros(4).numpy(), 0))
     io.close()
     with pytest.raises(RuntimeError):
         io.write(file, torch.zeros(4).numpy(), 0)
 
 
-def test_the_cause_is_told_not_what_follows_from_it(model, tmp_path, monkeypatch):
-    """When one write fails, later loads of the same block fail too; the user sees the write's error."""
+def test_the_first_error_is_reported_not_its_consequences(model, tmp_path, monkeypatch):
+    """When a write fails, later loads of the same block fail too; the user sees the write's error."""
 
     def full(fd, data, offset):
         raise OSError(28, os.strerror(28))
@@ -237,8 +244,9 @@ def test_the_cause_is_told_not_what_follows_from_it(model, tmp_path, monkeypatch
 
 
 def test_only_layers_are_prefetched(model, tmp_path, monkeypatch):
-    """All else is wanted at once, rows of the embedding included."""
-    real, read = DiskIO.read, {False: set(), True: set()}
+    """Everything else is needed at once, including rows of the embedding."""
+    real = DiskIO.read
+    read = {False: set(), True: set()}
 
     def recording(self, file, array, offset, direct=False, prefetch=False):
         read[prefetch].add(file.path.name.split("-")[0])
@@ -250,4 +258,4 @@ def test_only_layers_are_prefetched(model, tmp_path, monkeypatch):
         llm.generate(PROMPTS, SamplingParams(max_tokens=4, ignore_eos=True))
     (weights,) = read[True]
     assert weights.endswith(".safetensors")
-    assert read[False] == {"kv_cache", "activations", weights}  # rows of it
+    assert read[False] == {"kv_cache", "activations", weights}  # rows of the embedding

@@ -1,20 +1,20 @@
-"""The command line: what it prints, and that others can script against it."""
+"""`generate`: what it prints, and the report that others script against."""
 
 from __future__ import annotations
 
 import json
 
 import pytest
-from cli_tools import FP32, ON_CPU, ON_DISK, ON_GPU, percent, read_rows, wide, write_model, write_rows
+from command_tools import FP32, ON_CPU, ON_DISK, ON_GPU, percent, read_rows, wide, write_model, write_rows
 
-from h2o_flexgen.commands import generate
+from h2o_flexgen.commands.generate import rate
 from h2o_flexgen.policy import GIB, Policy
 
-pytest_plugins = ["cli_tools"]
+pytest_plugins = ["command_tools"]
 
 
 MOVED = {"disk_to_cpu": int, "cpu_to_gpu": int, "gpu_to_cpu": int, "cpu_to_disk": int}
-#: what `--report` promises to those who read it
+#: the contract of `--report`
 REPORT = {
     "model": str,
     "device": str,
@@ -75,7 +75,7 @@ def test_the_report_has_exactly_the_fields_of_the_contract(cli, model, tmp_path,
     assert found["peak_memory_bytes"]["disk"] <= found["planned_memory_bytes"]["disk"]
 
 
-def test_the_report_for_people_says_the_same(cli, model, tmp_path):
+def test_the_human_readable_report_says_the_same(cli, model, tmp_path):
     report = tmp_path / "report.json"
     job = ("--model", model, *FP32, "--prompt-len", 10, "--gen-len", 5, "--num-prompts", 3, "--ignore-eos")
     code, out, _ = cli(*job, *percent(ON_DISK), "--report", report, "--hh-ratio", 0.2)
@@ -84,11 +84,11 @@ def test_the_report_for_people_says_the_same(cli, model, tmp_path):
     assert str(model) in out and "float32 on cpu" in out
     assert "3 prompts of up to 10 tokens, 5 tokens each" in out
     assert "2 heavy + 2 recent" in out
-    assert "percent 0 0 0 0 0 0" in out
-    assert f"15 tokens, {generate.rate(found['total']['tokens_per_s'])} tokens/s" in out
+    assert "3 x 1, in RAM 0 % of weights, 0 % of cache, 0 % of activations, overlap on" in out
+    assert f"15 tokens, {rate(found['total']['tokens_per_s'])} tokens/s" in out
     for phase in ("prefill", "decode"):
-        assert f"{found[phase]['seconds']:.2f} s, {generate.rate(found[phase]['tokens_per_s'])} tokens/s" in out
-    assert "disk to cpu" in out and "planned" in out
+        assert f"{found[phase]['seconds']:.2f} s, {rate(found[phase]['tokens_per_s'])} tokens/s" in out
+    assert "disk to RAM" in out and "RAM peak" in out and "gpu" not in out
     assert all(len(line) < 140 and line == line.rstrip() and "\r" not in line for line in out.splitlines())
 
 
@@ -96,7 +96,7 @@ def test_without_an_output_file_the_texts_are_on_stdout(cli, texts):
     code, out, _ = cli("--model", texts, *FP32, "--prompt-len", 12, "--gen-len", 5, "--num-prompts", 2)
     assert code == 0
     assert out.count("and the model goes on") == 2
-    assert "\033" not in out  # no colours where no terminal is
+    assert "\033" not in out  # no colours without a terminal
 
 
 def test_with_an_output_file_they_are_not(cli, model, tmp_path):
@@ -119,7 +119,7 @@ def test_texts_end_before_a_stop_string(cli, texts, tmp_path):
         assert row["text"] == text[: min(text.find(s) for s in stop if s in text)]
 
 
-def test_stop_strings_that_cannot_be(refused, model, texts):
+def test_invalid_stop_strings(refused, model, texts):
     assert "not empty" in refused("--model", texts, "--stop", "")
     assert "--stop needs a tokenizer" in refused("--model", model, "--stop", "a", early=False)
 
@@ -137,7 +137,7 @@ def test_help_lists_every_option_of_the_contract(cli, capfd):
     out = capfd.readouterr().out
     for option in (
         "model path prompt-len gen-len gpu-batch-size num-gpu-batches percent policy hh-ratio recent-ratio hh-size "
-        "recent-size device dtype offload-dir overlap no-overlap gpu-mem cpu-mem disk-mem cpu-cache-compute "
+        "recent-size device dtype offload-dir overlap no-overlap mem gpu-mem cpu-mem disk-mem cpu-cache-compute "
         "input-file output-file ignore-eos stop temperature top-k top-p seed report verbose restart retry-errors "
         "prefill-tokens"
     ).split():
@@ -146,7 +146,8 @@ def test_help_lists_every_option_of_the_contract(cli, capfd):
 
 def test_a_policy_file_of_the_search_is_read(cli, model, tmp_path):
     policy = Policy(3, 2, (50.0, 25.0, 0.0, 50.0, 0.0, 0.0), False, True, 64)
-    path, report = tmp_path / "policy.json", tmp_path / "report.json"
+    path = tmp_path / "policy.json"
+    report = tmp_path / "report.json"
     for text in (policy.to_json(), json.dumps({"command": "search", "policy": json.loads(policy.to_json())})):
         path.write_text(text)
         job = ("--model", model, "--policy", path, "--prompt-len", 6, "--gen-len", 3, "--report", report)
@@ -155,7 +156,8 @@ def test_a_policy_file_of_the_search_is_read(cli, model, tmp_path):
         found = json.loads(report.read_text())
         assert Policy.from_dict(found["policy"]) == policy
         assert found["workload"]["num_prompts"] == 6
-        assert "3 x 2, percent 50 25 0 50 0 0, overlap off, attention on the CPU, prefill by 64 tokens" in out
+        placed = "in RAM 75 % of weights, 50 % of cache, 0 % of activations"
+        assert f"3 x 2, {placed}, overlap off, attention on the CPU, prefill by 64 tokens" in out
 
 
 def test_auto_stays_on_the_device_when_it_fits_and_spills_when_it_does_not(cli, tmp_path):

@@ -1,4 +1,4 @@
-"""Streams and reports that cannot be written: what a process does then."""
+"""How a process ends when stdout, stderr or the report cannot be written."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import os
 import signal
 import subprocess
 
-from cli_tools import FP32, command, environment, start
+from command_tools import FP32, command, environment, start
 
 from h2o_flexgen.utils.files import check_writable
 
-pytest_plugins = ["cli_tools"]
+pytest_plugins = ["command_tools"]
 
 
-def test_a_reader_of_stdout_that_has_gone_ends_the_command_quietly(model, tmp_path):
+def test_a_closed_stdout_ends_the_command_quietly(model, tmp_path):
     report = tmp_path / "report.json"
     read, write = os.pipe()
     os.close(read)
@@ -41,7 +41,7 @@ def test_a_full_disk_behind_stdout_is_an_error(model, tmp_path):
     assert json.loads((tmp_path / "report.json").read_text())["total"]["generated_tokens"] > 0
 
 
-def test_a_report_that_cannot_be_written_takes_nothing_else_along(model):
+def test_an_unwritable_report_loses_nothing_else(model):
     argv = command("--model", model, *FP32, "--prompt-len", 5, "--gen-len", 2, "--report", "/dev/full")
     done = subprocess.run(argv, env=environment(), capture_output=True, text=True)
     assert done.returncode == 2
@@ -54,7 +54,7 @@ def test_a_report_can_go_to_a_device_whose_folder_is_read_only(monkeypatch):
     check_writable("--report", "/dev/null")
 
 
-def test_a_reader_of_stderr_that_has_gone_ends_the_job_as_a_signal_would(model):
+def test_a_closed_stderr_ends_the_job_like_a_signal(model):
     process = start("--model", model, *FP32, "--prompt-len", 30, "--gen-len", 30, "--num-prompts", 40)
     process.stderr.close()
     assert process.wait(60) == 128 + signal.SIGPIPE

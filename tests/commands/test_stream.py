@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 
 import pytest
-from cli_tools import FP32, write_model, write_rows
+from command_tools import FP32, write_model, write_rows
 from zoo import CONFIGS
 
 from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams
 from h2o_flexgen.commands import stream
+from h2o_flexgen.commands.main import main
 
-pytest_plugins = ["cli_tools"]
+pytest_plugins = ["command_tools"]
 
 OPT = ("--no-position-rolling", "--hh-size", 8)
 
@@ -23,7 +24,7 @@ def streamed(capfd, tmp_path, monkeypatch):
 
     def run(*argv) -> tuple[int, str, str]:
         capfd.readouterr()
-        code = stream.main([str(a) for a in (*FP32, *argv)])
+        code = main(["stream", *map(str, (*FP32, *argv))])
         return code, *capfd.readouterr()
 
     return run
@@ -61,7 +62,8 @@ def test_turns_are_answered_one_after_the_other(streamed, talker, tmp_path):
 
 def test_a_text_is_read_past_the_models_positions(streamed, rolls, tmp_path, monkeypatch):
     monkeypatch.setattr(stream, "WINDOW", 100)
-    text, report = tmp_path / "text.txt", tmp_path / "report.json"
+    text = tmp_path / "text.txt"
+    report = tmp_path / "report.json"
     text.write_text("A text that is longer than all positions of the model. " * 20)
     code, out, err = streamed("--model", rolls, "--plain", text, "--hh-size", 10, "--report", report)
     assert code == 0, err
@@ -78,13 +80,13 @@ def test_a_text_is_read_past_the_models_positions(streamed, rolls, tmp_path, mon
 
 
 def test_a_full_cache_ends_with_the_models_positions(streamed, rolls, tmp_path):
-    """What was answered before is on stdout and in the report."""
+    """Earlier answers are on stdout and in the report."""
     rows = write_rows(tmp_path / "in.jsonl", [{"turns": ["a", "b", "c", "d", "e"]}])
     report = tmp_path / "report.json"
     options = ("--full", "--gen-len", 8, "--report", report)
     code, out, err = streamed("--model", rolls, "--input-file", rows, *options)
     assert code == 2
-    assert "more than the model's 64 positions: a session with --position-rolling and a KV budget goes on" in err
+    assert "more than the model's 64 positions: a session with --position-rolling and a KV budget has no limit" in err
     done = json.loads(report.read_text())["turns"]
     assert "KV cache: full\n" in out and json.loads(report.read_text())["kv_budget"] is None
     assert 0 < len(done) < 5 and out.count("--- turn") == len(done) + 1

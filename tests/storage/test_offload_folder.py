@@ -1,4 +1,4 @@
-"""What a job offloads is private, apart from that of other jobs, and gone however the job ends."""
+"""What a job offloads is private, separate from other jobs, and gone however the job ends."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import stat
 from pathlib import Path
 
 import pytest
-from cli_tools import ON_DISK, PROMPTS
+from command_tools import ON_DISK, PROMPTS
 
 from h2o_flexgen import LLM, Policy, SamplingParams
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.storage.disk import OffloadFolder, default_root
 from h2o_flexgen.utils.files import cache_root
 
-pytest_plugins = ["cli_tools"]
+pytest_plugins = ["command_tools"]
 
 DISK = Policy(2, 2, tuple(map(float, ON_DISK)))
 
@@ -34,8 +34,10 @@ def test_the_folder_is_private_and_shows_no_file(tmp_path):
 
 
 def test_two_jobs_have_files_of_their_own(tmp_path):
-    one, two = OffloadFolder(tmp_path), OffloadFolder(tmp_path)
-    file, other = one.file("kv", 10), two.file("kv", 10)
+    one = OffloadFolder(tmp_path)
+    two = OffloadFolder(tmp_path)
+    file = one.file("kv", 10)
+    other = two.file("kv", 10)
     file.write_at(memoryview(b"one's text"), 0)
     other.write_at(memoryview(b"two's text"), 0)
     two.close()
@@ -44,7 +46,7 @@ def test_two_jobs_have_files_of_their_own(tmp_path):
     assert read == b"one's text"
 
 
-def test_what_is_on_disk_is_counted_until_its_file_is_closed(tmp_path):
+def test_bytes_on_disk_are_counted_until_their_file_is_closed(tmp_path):
     folder = OffloadFolder(tmp_path)
     files = [folder.file("kv", 5000), folder.file("activations", 300)]
     assert folder.size() == 5300
@@ -59,7 +61,7 @@ def test_a_folder_that_cannot_be_made(tmp_path, root):
         OffloadFolder(tmp_path / root).file("kv", 10)
 
 
-def test_where_it_is_by_default(tmp_path, monkeypatch):
+def test_the_default_folder(tmp_path, monkeypatch):
     for name in ("H2O_FLEXGEN_OFFLOAD", "H2O_FLEXGEN_HOME", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -102,23 +104,6 @@ def test_what_a_job_offloads_goes_to_the_folder_it_names(model, tmp_path, monkey
         assert any(name.startswith(str(tmp_path / "off" / "weights")) for name in held)
 
 
-def test_two_jobs_on_one_folder_do_not_disturb_each_other(model, tmp_path):
-    """Each starts, runs and ends while the other's files are in the folder."""
-    prompts, params = PROMPTS, SamplingParams(max_tokens=5, ignore_eos=True)
-
-    def tokens(llm):
-        return [o.outputs[0].token_ids for o in llm.generate(prompts, params)]
-
-    options = {"path": "_DUMMY_", "device": "cpu", "dtype": "float32", "progress": False, "offload_dir": tmp_path}
-    with LLM(str(model), DISK, **options) as one:
-        first = tokens(one)
-        with LLM(str(model), DISK, **options) as two:
-            assert tokens(two) == first
-            assert tokens(one) == first
-        assert tokens(one) == first
-    assert os.listdir(tmp_path) == []
-
-
 def test_a_closed_llm_holds_no_file_and_no_thread(model, tmp_path):
     import gc
     import threading
@@ -138,24 +123,3 @@ def test_a_closed_llm_holds_no_file_and_no_thread(model, tmp_path):
         job()
         job("_DUMMY_")
     assert held() == before
-
-
-def test_after_an_error_the_next_job_of_the_same_llm_runs(model, tmp_path, monkeypatch):
-    params = SamplingParams(max_tokens=5, ignore_eos=True)
-    options = {"device": "cpu", "dtype": "float32", "progress": False, "offload_dir": tmp_path}
-    with LLM(str(model), DISK, **options) as llm:
-        expected = [o.outputs[0].token_ids for o in llm.generate(PROMPTS, params)]
-        calls, real = iter(range(10**9)), os.pwrite
-
-        def full(fd, data, offset):
-            if next(calls) > 10:
-                raise OSError(28, os.strerror(28))
-            return real(fd, data, offset)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "pwrite", full)
-            with pytest.raises(UserError, match="No space left"):
-                llm.generate(PROMPTS, params)
-        assert os.listdir(tmp_path) == []
-        assert [o.outputs[0].token_ids for o in llm.generate(PROMPTS, params)] == expected
-    assert os.listdir(tmp_path) == []

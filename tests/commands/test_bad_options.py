@@ -1,19 +1,18 @@
-"""Numbers, options and policy files that a user can get wrong end in one line that says what to do."""
+"""Numbers, options and policy files that a user can get wrong end in one line with a remedy."""
 
 from __future__ import annotations
 
 import pytest
-from cli_tools import ON_GPU, SHORT, percent, write_prompts
+from command_tools import ON_GPU, SHORT, percent, write_prompts
 
-from h2o_flexgen.commands import generate
-from h2o_flexgen.commands import options as cli_module
+from h2o_flexgen.commands.generate import make_parser
 from h2o_flexgen.policy import Policy
 
-pytest_plugins = ["cli_tools"]
+pytest_plugins = ["command_tools"]
 
 
 @pytest.mark.parametrize(
-    "numbers, say",
+    "numbers, message",
     [
         (("60", "50", "100", "0", "100", "0"), "together at most 100"),
         (("100", "0", "100", "1", "100", "0"), "together at most 100"),
@@ -28,9 +27,8 @@ pytest_plugins = ["cli_tools"]
         (("a", "0", "100", "0", "100", "0"), "invalid float"),
     ],
 )
-def test_percentages(refused, model, numbers, say):
-    message = refused("--model", model, *SHORT, "--percent", *numbers)
-    assert say in message
+def test_percentages(refused, model, numbers, message):
+    assert message in refused("--model", model, *SHORT, "--percent", *numbers)
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "1.5", "x", "", "nan", "inf", "1e3"])
@@ -42,7 +40,7 @@ def test_sizes(refused, model, option, value):
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "x"])
-@pytest.mark.parametrize("option", ["--gpu-mem", "--cpu-mem", "--disk-mem"])
+@pytest.mark.parametrize("option", ["--mem", "--gpu-mem", "--cpu-mem", "--disk-mem"])
 def test_memory_caps(refused, model, option, value):
     assert option in refused("--model", model, *SHORT, option, value)
 
@@ -105,7 +103,7 @@ def test_an_unknown_cache_rule_or_one_without_a_budget(refused, model, tmp_path)
 
 
 @pytest.mark.parametrize("option, value", [("--device", "tpu"), ("--device", "meta"), ("--device", "cuda:99")])
-def test_a_device_that_is_not_there(refused, model, option, value):
+def test_a_missing_device(refused, model, option, value):
     assert "device" in refused("--model", model, *SHORT, option, value)
 
 
@@ -119,31 +117,31 @@ def test_unknown_options(refused, model, argv):
 
 
 @pytest.mark.parametrize(
-    "argv, say",
+    "argv, message",
     [
         (("--hh-ration", "0.2"), "unknown option --hh-ration: did you mean --hh-ratio?"),
         (("--gen_len=3",), "unknown option --gen_len: did you mean --gen-len?"),
         (("--max-tokens", "3"), "unknown option --max-tokens: did you mean --gen-len?"),
         (("--batch-size", "3"), "unknown option --batch-size: did you mean --gpu-batch-size?"),
-        (("--zzz",), "unknown option --zzz (python -m h2o_flexgen.flex_opt --help lists the options)"),
+        (("--zzz",), "unknown option --zzz (h2o-flexgen generate --help lists the options)"),
         (("word",), "unexpected 'word', which belongs to no option"),
-        (("--gpu-mem", "0"), "--gpu-mem: must be more than 0, not 0; it means: use at most this much device memory"),
+        (("--gpu-mem", "0"), "--gpu-mem: must be more than 0, not 0; it means: use at most this much GPU memory"),
         (("--percent", "1", "2", "3", "4", "5"), "it means: no search, but six numbers: percent of weights gpu cpu"),
         (("--hh-ratio", "20"), "--hh-ratio must lie in [0, 1], not 20.0: for 20 % give 0.2"),
         (("--device", "cuda"), "leave --device out to compute on the CPU"),
-        (("--gpu-mem", "0.01"), "raise --gpu-mem if you gave it"),
+        (("--gpu-mem", "0.01"), "raise --mem (or --gpu-mem) if you gave it"),
         (("--input-file", "nowhere.jsonl"), "cannot read --input-file nowhere.jsonl: No such file"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
-def test_messages_lead_to_a_job_that_runs(refused, model, argv, say):
-    assert say in refused("--model", model, *argv)
+def test_messages_lead_to_a_job_that_runs(refused, model, argv, message):
+    assert message in refused("--model", model, *argv)
 
 
 @pytest.mark.parametrize(
     "prompt_len, gen_len", [("60", "5"), ("65", "1"), ("1", "64"), (str(10**12), "1"), ("1", str(10**12))]
 )
-def test_longer_than_the_positions(refused, model, prompt_len, gen_len):
+def test_a_job_longer_than_the_positions(refused, model, prompt_len, gen_len):
     message = refused("--model", model, "--prompt-len", prompt_len, "--gen-len", gen_len)
     assert "64 positions" in message
 
@@ -186,7 +184,7 @@ def test_one_file_for_two_things(refused, model, tmp_path, pair):
 
 
 @pytest.mark.parametrize(
-    "text, say",
+    "text, message",
     [
         (None, "cannot read"),
         (b"", "not JSON"),
@@ -211,15 +209,14 @@ def test_one_file_for_two_things(refused, model, tmp_path, pair):
         (b'{"percent": 100}', "percent"),
     ],
 )
-def test_policy_files(refused, model, tmp_path, text, say):
+def test_policy_files(refused, model, tmp_path, text, message):
     path = tmp_path / "policy.json"
     if text is not None:
         path.write_bytes(text)
-    message = refused("--model", model, *SHORT, "--policy", path)
-    assert say in message and "policy.json" in message
+    refusal = refused("--model", model, *SHORT, "--policy", path)
+    assert message in refusal and "policy.json" in refusal
 
 
 def test_arguments_in_messages_become_options():
-    parser = generate.make_parser()
-    named = cli_module.name_options("`gpu_mem` and `dtype`, not `kv_budget`; gpu_mem of no backticks; `x y`", parser)
-    assert named == "--gpu-mem and --dtype, not kv_budget; gpu_mem of no backticks; `x y`"
+    named = make_parser("x").name_options("`gpu_mem` and `dtype`, not `kv_budget`; gpu_mem without backticks; `x y`")
+    assert named == "--gpu-mem and --dtype, not kv_budget; gpu_mem without backticks; `x y`"

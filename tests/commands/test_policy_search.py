@@ -1,4 +1,4 @@
-"""The command of the policy search, and what it promises to scripts; what is kept in policies/."""
+"""The command `search`, its contract with scripts, and the policies kept in policies/."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ import json
 import shlex
 
 import pytest
-from cli_tools import TINY, write_model
+from command_tools import TINY, write_model
 from machines import ROOT, T4, laptop
 
 from h2o_flexgen import KVBudget
-from h2o_flexgen.commands import generate, search
-from h2o_flexgen.commands.options import make_budget, make_policy
+from h2o_flexgen.commands import generate
+from h2o_flexgen.commands.budget import make_budget
+from h2o_flexgen.commands.main import main
+from h2o_flexgen.commands.options import make_policy
 from h2o_flexgen.machine.profile import Profile
 from h2o_flexgen.policy import GIB, Policy, given_policy
 
-pytest_plugins = ["cli_tools"]
+pytest_plugins = ["command_tools"]
 
 
 T4_FILE = ROOT / "policies" / "hardware" / "t4-16gb.json"
@@ -36,14 +38,14 @@ def hardware(tmp_path):
 
 @pytest.fixture
 def find(capsys, hardware):
-    """Run the command line: (exit code, stdout, stderr)."""
+    """Run the command: (exit code, stdout, stderr)."""
 
     def run(*argv) -> tuple[int, str, str]:
         argv = [str(a) for a in argv]
         if "--hardware" not in argv:
             argv += ["--hardware", str(hardware)]
         capsys.readouterr()
-        code = search.main(argv)
+        code = main(["search", *argv])
         return code, *capsys.readouterr()
 
     return run
@@ -70,24 +72,24 @@ def test_a_full_cache_has_no_budget(find):
     assert json.loads(find(*JOB, "--json")[1])["kv_budget"] is None
 
 
-def test_what_it_prints_says_what_a_user_needs(find):
+def test_the_output_holds_what_a_user_needs(find):
     code, out, _ = find(*JOB, "--gpu-mem", 2)
     assert code == 0
-    for word in ("policy", "prefill", "decode", "predicted", "bound by", "\ngpu  ", "\ndisk  ", "run it"):
+    for word in ("policy", "prefill", "decode", "predicted", "bound by", "\nRAM  ", "\ndisk  ", "run it"):
         assert word in out
 
 
-def test_the_command_it_prints_is_one_that_flex_opt_takes(find):
+def test_generate_accepts_the_printed_command(find):
     result = json.loads(find(*JOB, "--hh-size", 5, "--gpu-mem", 2, "--json")[1])
     words = shlex.split(result["command"])
     assert words[:2] == ["h2o-flexgen", "generate"]
-    args = generate.make_parser().parse_args(words[2:])
+    args = generate.make_parser("x").parse_args(words[2:])
     assert make_policy(args, None) == Policy.from_dict(result["policy"])
     assert make_budget(args) == KVBudget.from_size(5)
     assert args.device == "cpu"  # the profile's, whatever this machine has
 
 
-def test_what_it_writes_is_a_policy_file(find, tmp_path):
+def test_the_output_file_is_a_policy_file(find, tmp_path):
     out = tmp_path / "policy.json"
     assert find(*JOB, "-o", out)[0] == 0
     assert given_policy(out)[0] == Policy.from_dict(json.loads(out.read_text())["policy"])
@@ -114,7 +116,7 @@ def test_a_given_policy_that_does_not_fit_is_predicted_and_refused(find):
     code, out, err = find(*JOB, *given)
     assert code == 2
     assert "predicted" in out
-    assert "gpu tier is too small" in err
+    assert "RAM is too small" in err
 
 
 def test_without_a_number_of_prompts_it_takes_the_largest_block(find):
@@ -151,7 +153,7 @@ def test_hh_ratio_auto_prints_the_trade(find, tmp_path):
         (("--hh-ratio", "auto", "--min-hh-ratio", 0.6), "--min-hh-ratio must lie in"),
         (("--percent", 1, 2, 3, 4, 5, 6, "--max-latency", 9), "--percent contradicts --max-latency"),
         (("--min-hh-ratio", 0.2), "--min-hh-ratio is the floor of --hh-ratio auto"),
-        (("--dtype", "float32"), "--device and --dtype are of this machine"),
+        (("--dtype", "float32"), "--device and --dtype are for this machine"),
         (("--compress-weight", "auto", "--max-loss", 1, "--quality", T4_FILE), "does not go with --quality"),
         (("--compute", "int8"), "add --compress-weight int8 or int4"),
         (("-o", "x.json", "--hardware", "./x.json"), "--hardware and --output name the same file"),
@@ -159,7 +161,7 @@ def test_hh_ratio_auto_prints_the_trade(find, tmp_path):
         (("-o", "/nowhere/policy.json"), "the folder /nowhere does not exist"),
     ],
 )
-def test_what_a_careless_user_asks_for(find, options, message):
+def test_bad_options_of_a_search(find, options, message):
     code, out, err = find(*JOB, *options)
     assert code == 2
     assert err.startswith("error: ")
@@ -171,7 +173,7 @@ def test_what_a_careless_user_asks_for(find, options, message):
 def test_where_nothing_fits_it_says_how_large_the_model_is(find):
     code, out, err = find(*JOB, "--disk-mem", 0.1, "--gpu-mem", 1)
     assert code == 2
-    assert "1,316 M parameters" in out and "tier is too small" in err
+    assert "1,316 M parameters" in out and "is too small" in err
 
 
 def test_the_command_names_formats_and_matmuls(find):
@@ -181,9 +183,9 @@ def test_the_command_names_formats_and_matmuls(find):
 
 
 def test_auto_searches_with_every_format_of_weights_and_cache(find):
-    """And takes what each alone is predicted to be."""
+    """Each is predicted as if it were the only one."""
     formats = [(weights, cache) for weights in ("int8", "int4") for cache in (None, "int8", "int4")]
-    asked = ("--hh-ratio", 0.2, "--gpu-mem", 1, "--compute", "int8")  # of the checkpoint's floats there is no int8
+    asked = ("--hh-ratio", 0.2, "--gpu-mem", 1, "--compute", "int8")  # int8 matmuls need quantised weights
     code, out, err = find(*JOB, *asked, "--compress-weight", "auto", "--compress-cache", "auto")
     assert code == 0, err
     lines = [line.removeprefix("=>").split() for line in out.splitlines()[1:7]]
@@ -241,13 +243,13 @@ KEPT = sorted((ROOT / "policies").glob("t4-*.json"))
 
 
 @pytest.mark.parametrize("path", KEPT, ids=lambda p: p.stem)
-def test_kept_policies_are_what_the_search_gives_today(path, capsys):
+def test_kept_policies_are_still_what_the_search_finds(path, capsys):
     kept = json.loads(path.read_text())
     words = shlex.split(kept["made_by"])
     assert words[:3] == ["python", "-m", "h2o_flexgen.policy_search"]
     args = [str(ROOT / word) if word.startswith("policies/") else word for word in words[3:]]
-    if path in KEPT[2::5]:  # of each model, length and cache one at least: a search takes seconds
-        assert search.main([*args, "--json"]) == 0
+    if path in KEPT[2::5]:  # at least one of each model, length and cache: a search takes seconds
+        assert main(["search", *args, "--json"]) == 0
         now = json.loads(capsys.readouterr().out)
         assert now["kv_budget"] == kept["kv_budget"]
         # two policies may cost the same: what counts is that neither is better
@@ -255,7 +257,7 @@ def test_kept_policies_are_what_the_search_gives_today(path, capsys):
     policy = kept["policy"]
     given = ["--gpu-batch-size", policy["gpu_batch_size"], "--num-gpu-batches", policy["num_gpu_batches"]]
     given += ["--percent", *policy["percent"], f"--{'' if policy['cpu_cache_compute'] else 'no-'}cpu-cache-compute"]
-    assert search.main([*args, *map(str, given), "--json"]) == 0
+    assert main(["search", *args, *map(str, given), "--json"]) == 0
     alone = json.loads(capsys.readouterr().out)
     assert alone["policy"] == kept["policy"] and alone["memory_bytes"] == kept["memory_bytes"]
     assert alone["predicted"] == pytest.approx(kept["predicted"])

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from dataclasses import replace
 
 import pytest
-from cli_tools import TINY, wide, write_model
-from machines import KERNELS, laptop
+from command_tools import TINY, wide, write_model
+from machines import KERNELS, T4, laptop
 
+from bench.common import RESULTS
 from h2o_flexgen.commands import generate, plan
+from h2o_flexgen.commands.main import main
+from h2o_flexgen.commands.suggestions import MEASURED
 from h2o_flexgen.kernels.int8 import may_tile
 from h2o_flexgen.kernels.rates import ROWS
 from h2o_flexgen.machine import memory
+from h2o_flexgen.planning.memory import Resources
 from h2o_flexgen.policy import GIB
 
-pytest_plugins = ["cli_tools"]
+pytest_plugins = ["command_tools"]
 
 
 @pytest.fixture
@@ -25,7 +30,7 @@ def planned(capfd):
 
     def run(*argv) -> tuple[int, str, str]:
         capfd.readouterr()
-        code = plan.main([str(a) for a in argv])
+        code = main(["plan", *map(str, argv)])
         return code, *capfd.readouterr()
 
     return run
@@ -33,7 +38,7 @@ def planned(capfd):
 
 @pytest.fixture(autouse=True)
 def held(monkeypatch):
-    """The process holds the same whenever it is asked."""
+    """The process holds the same memory at every call."""
     nbytes = memory.resident()
     monkeypatch.setattr(memory, "resident", lambda: nbytes)
 
@@ -57,8 +62,8 @@ def deep(tmp_path_factory):
     ids=lambda options: " ".join(map(str, options)) or "resident",
 )
 def test_it_is_what_generate_runs(planned, cli, deep, tmp_path, options):
-    report, root = tmp_path / "report.json", tmp_path / "offload"
-    job = (*options, "--prompt-len", 12, "--gen-len", 3, "--offload-dir", root)
+    report = tmp_path / "report.json"
+    job = (*options, "--prompt-len", 12, "--gen-len", 3, "--offload-dir", tmp_path / "offload")
     code, out, err = planned(deep, *job, "--json")
     assert code == 0, err
     code, _, err = cli("--model", deep, *job, "--report", report)
@@ -66,17 +71,76 @@ def test_it_is_what_generate_runs(planned, cli, deep, tmp_path, options):
     assert_same(json.loads(out), json.loads(report.read_text()))
 
 
-def test_so_it_is_where_weights_must_stream(planned, cli, deep, tmp_path):
+def test_it_is_what_generate_runs_when_weights_must_stream(planned, cli, deep, tmp_path):
     report = tmp_path / "report.json"
     job = ("--prompt-len", 12, "--gen-len", 3, "--num-prompts", 2, "--offload-dir", tmp_path / "offload")
     needed = json.loads(planned(deep, *job, "--json")[1])["memory_bytes"]["gpu"]["needed"]
-    job += ("--gpu-mem", (needed - 6_000_000) / GIB)
+    job += ("--mem", (needed - 6_000_000) / GIB)
     code, out, err = planned(deep, *job, "--json")
     assert code == 0, err
     assert json.loads(out)["policy"]["percent"][0] < 100
     code, _, err = cli("--model", deep, *job, "--report", report)
     assert code == 0, err
     assert_same(json.loads(out), json.loads(report.read_text()))
+
+
+def test_a_limit_on_ram_speaks_of_ram_and_disk(planned, deep, tmp_path):
+    profile = tmp_path / "laptop.json"
+    profile.write_text(laptop().to_json())
+    job = (deep, "--prompt-len", 12, "--gen-len", 3, "--num-prompts", 2, "--hardware", profile)
+    code, out, err = planned(*job, "--mem", 1.5)
+    assert code == 0, err
+    assert re.search(r"^RAM +\S+ .iB of 1.50 GiB$", out, re.M) and re.search(r"^disk  ", out, re.M)
+    assert "all in RAM, overlap on" in out
+    assert "gpu" not in out.split("run it")[0] and "percent" not in out.split("run it")[0] and "--mem 1.5" in out
+
+
+@pytest.mark.parametrize(
+    "profile, limits", [(laptop(), {"gpu": 4, "cpu": 8, "ram": 8}), (T4, {"gpu": 4, "cpu": 8})], ids=["cpu", "cuda"]
+)
+def test_the_tighter_of_two_limits_wins(profile, limits):
+    """With 8 GiB of RAM, 4 of the tier gpu and 9 of the tier cpu."""
+    caps = {"gpu": 4 * GIB, "cpu": 9 * GIB, "disk": None, "ram": 8 * GIB}
+    found = Resources.of(profile, caps).limits
+    assert {tier: found[tier] / GIB for tier in limits} == limits
+
+
+def test_suggestions_are_what_plan_predicts_with_them(planned, tmp_path):
+    rates = {"streamed": {1: 1e10, 32: 3e11, 128: 8e11}, "int8": {1: 3e10, 32: 9e11, 128: 2e12}}
+    profile = tmp_path / "laptop.json"
+    profile.write_text(laptop(matmul={kind: {(2048, 2048): each} for kind, each in rates.items()}).to_json())
+    job = ("opt-1.3b", "--hardware", profile, "--num-prompts", 16, "--prompt-len", 256)
+    code, out, err = planned(*job, "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    suggestions = found["suggestions"]
+    assert 1 < len(suggestions) <= 4
+    assert all(a["gain"] >= b["gain"] >= 1.05 for a, b in zip(suggestions, suggestions[1:]))
+    for each in suggestions:
+        changed = json.loads(planned(*job, *each["options"].split(), "--json")[1])["predicted"]["tokens_per_s"]
+        assert each["tokens_per_s"] == pytest.approx(changed)
+        assert each["gain"] == pytest.approx(changed / found["predicted"]["tokens_per_s"])
+    code, out, err = planned(*job)
+    lines = out.split("\nrun it ")[1].splitlines()[2:]
+    assert [line.split()[0] for line in lines] == [f"{each['gain']:.2f}x" for each in suggestions]
+    assert "--compress-weight int8 --compute int8  +1.4 %" in out
+
+
+def test_measured_losses_are_those_of_the_result_files():
+    def rise(file: str, **setting) -> float:
+        rows = json.loads((RESULTS / f"{file}.json").read_text())["rows"]
+        return next(row["rise"] for row in rows if setting.items() <= row.items())
+
+    plain = {"compress_weight": None, "compute": "exact", "slots": None, "compress_cache": None}
+    for change, (least, most) in MEASURED.items():
+        words = change.replace("--", "").replace("-", "_").split()
+        setting = dict(zip(words[::2], words[1::2]))
+        if "hh_ratio" in setting:
+            tables = ("quality_demo", "quality_handbook", "quality_stdlib")
+            rises = [rise(table, rule="smoothed", slots=204, compress_cache=None) for table in tables]
+            assert (least, most) == pytest.approx((min(rises), max(rises)), abs=5e-4)
+        else:
+            assert least == most == pytest.approx(rise("format_losses", **plain | setting), abs=5e-4)
 
 
 def assert_same(result: dict, report: dict) -> None:
@@ -115,8 +179,8 @@ def test_a_built_in_name_needs_no_network(planned, name, tmp_path):
     assert model["parameters"] > 100e6 and model["weight_bytes"] == 2 * model["parameters"]
 
 
-def test_what_matmuls_hold_is_that_of_the_machine_asked_about(planned, tmp_path):
-    """Kernels in int8 need room of their own, and the fastest here may not be the fastest there."""
+def test_matmul_workspace_is_counted_for_the_machine_asked_about(planned, tmp_path):
+    """int8 kernels differ in their workspace, and the fastest here may not be the fastest there."""
     needed = {}
     for name in ("native", "tiled"):
         rates = KERNELS.linear | {"int8": {"native": dict.fromkeys(ROWS, 1e10), name: dict.fromkeys(ROWS, 1e12)}}
@@ -141,7 +205,7 @@ def test_bytes_of_a_sequences_cache(planned, deep):
     "options, message",
     [
         (("./nowhere",), "./nowhere: no such folder"),
-        (("opt-125m", "--gpu-mem", 0.01), "raise --gpu-mem if you gave it"),
+        (("opt-125m", "--gpu-mem", 0.01), "raise --mem (or --gpu-mem) if you gave it"),
         (("opt-125m", "--prompt-len", 4096), "longer than the model's 2048 positions"),
         (("opt-125m", "--input-file", "x"), "unknown option --input-file"),
     ],
@@ -152,7 +216,7 @@ def test_what_cannot_be_planned(planned, options, message):
 
 
 def test_generate_and_plan_take_the_same_options():
-    """But for those of prompts' texts and outputs, and a policy file."""
-    ours, theirs = ({*p.make_parser()._option_string_actions} for p in (plan, generate))
+    """Except for the prompts' texts, the outputs and policy files."""
+    ours, theirs = ({*p.make_parser("x")._option_string_actions} for p in (plan, generate))
     assert ours - theirs == {"-o", "--output", "--json"}
     assert {"--gpu-mem", "--percent", "--hh-ratio", "--path", "--hardware"} <= ours & theirs

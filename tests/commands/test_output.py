@@ -9,19 +9,19 @@ import sys
 from pathlib import Path
 
 import pytest
-from cli_tools import environment
+from command_tools import environment
 
 import h2o_flexgen
 from h2o_flexgen import LLM, SamplingParams
-from h2o_flexgen.commands import options as cli_module
-from h2o_flexgen.commands.main import COMMANDS
+from h2o_flexgen.commands.main import execute
+from h2o_flexgen.commands.options import Parser
 
-pytest_plugins = ["cli_tools"]
+pytest_plugins = ["command_tools"]
 
 ROOT = Path(h2o_flexgen.__file__).parent
-#: what may print: command lines, and lines of progress
-PRINTS = {"cli.py", "main.py", "progress.py", *(f"{module}.py" for module, _ in COMMANDS.values())}
-LIBRARY = [path for path in ROOT.rglob("*.py") if str(path.relative_to(ROOT)) not in PRINTS]
+#: what may print: commands, and lines of progress
+PRINTS = [*ROOT.glob("commands/*.py"), ROOT / "utils" / "progress.py"]
+LIBRARY = [path for path in ROOT.rglob("*.py") if path not in PRINTS]
 
 
 @pytest.mark.parametrize("path", LIBRARY, ids=lambda path: str(path.relative_to(ROOT)))
@@ -32,7 +32,7 @@ def test_no_module_of_the_library_prints(path):
     assert not loggers or "log = logging.getLogger(__name__)" in path.read_text()
 
 
-def test_a_job_by_the_library_says_nothing_on_stdout(model, capfd):
+def test_a_job_by_the_library_prints_nothing_to_stdout(model, capfd):
     for progress in (True, False):
         with LLM(str(model), device="cpu", dtype="float32", progress=progress) as llm:
             llm.generate([[5, 6, 7]], SamplingParams(max_tokens=2))
@@ -46,7 +46,7 @@ def test_a_command_shows_warnings_once_and_plain(capsys):
         logging.getLogger("h2o_flexgen.storage.disk").warning("the disk is nearly %s", "full")
 
     for _ in range(2):
-        cli_module.main(cli_module.Parser("x", "y"), run, [])
+        execute(Parser("x", "y"), run, [])
         assert capsys.readouterr().err == "the disk is nearly full\n"
 
 
@@ -60,16 +60,17 @@ def test_a_command_shows_warnings_once_and_plain(capsys):
     ],
     ids=str,
 )
-def test_what_a_locale_cannot_show_does_not_end_a_job(locale):
+def test_characters_missing_from_the_locale_do_not_end_a_job(locale):
     """As under cron."""
     code = r"""
 import logging, sys
-from h2o_flexgen import cli, errors
+from h2o_flexgen import errors
+from h2o_flexgen.commands import main, options, output
 def run(args):
-    cli.say("\u27e6\U0001f600 gr\u00fc\u00dfe\u27e7")
+    output.print_text("\u27e6\U0001f600 gr\u00fc\u00dfe\u27e7")
     logging.getLogger("h2o_flexgen").warning("\u27e6")
     raise errors.UserError("\u27e6")
-sys.exit(cli.main(cli.Parser("x", "y"), run, []))
+sys.exit(main.execute(options.Parser("x", "y"), run, []))
 """
     done = subprocess.run([sys.executable, "-c", code], env=environment(**locale), capture_output=True)
     assert done.returncode == 2 and b"Traceback" not in done.stderr and b"error: " in done.stderr

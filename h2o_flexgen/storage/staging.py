@@ -1,0 +1,136 @@
+"""Weights on their way to matmuls: from a tier into a staging buffer, from there as the operand that a matmul reads.
+
+A staging buffer has room for the largest layer. Smaller layers share one, as many in a row as fit: while a vocabulary
+head is computed in one buffer, the other takes the first few layers of the next token step.
+
+    buffer 0   | layer 1 | layer 2 | layer 3 |         | layers 7 to 9 ...
+    buffer 1             | layer 4 | layer 5 | layer 6 |         | head ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from operator import add, attrgetter
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from h2o_flexgen.formats import Format, Int8, Quantised, Shape, convert
+from h2o_flexgen.formats.forms import in_memory
+from h2o_flexgen.kernels.int8 import Int8Weight
+from h2o_flexgen.machine.pages import aligned, staging_span
+from h2o_flexgen.storage.stored import HostCopy, PagedRead, Stored
+
+
+class StagingBytes(NamedTuple):
+    """Bytes of weights in each kind of buffer; the memory plan counts with the same ones."""
+
+    device: int = 0  # in a staging buffer on the device
+    host: int = 0  # (CUDA) in the buffer in RAM that disk reads land in
+    converted: int = 0  # as operands, where those are in another format
+
+    def __add__(self, other: StagingBytes) -> StagingBytes:
+        return StagingBytes(*map(add, self, other))
+
+
+@lru_cache(maxsize=4096)  # layers are alike, and a search counts them for each KV budget and format
+def staging_bytes(
+    tier: str, form: Format, shape: Shape, dtype: torch.dtype, cuda: bool, operand: Format
+) -> StagingBytes:
+    """Of a tensor stored in `form` whose matmul reads `operand`, in a job that computes in `dtype`."""
+    arriving = in_memory(form, dtype) if cuda or tier != "disk" else form
+    converted = 0 if arriving == operand else aligned(operand.nbytes(shape))
+    if tier == "gpu":
+        return StagingBytes(converted=converted)
+    host = staging_span(form.nbytes(shape)) if cuda and tier == "disk" else 0
+    return StagingBytes(staging_span(arriving.nbytes(shape)), host, converted)
+
+
+def largest_layer(layers: Iterable[list[StagingBytes]]) -> StagingBytes:
+    """The size of buffers that serve every layer."""
+    needed = (map(sum, zip(StagingBytes(), *tensors)) for tensors in layers)
+    return StagingBytes(*map(max, zip(*needed)))
+
+
+@dataclass
+class StagedTensor:
+    """A weight of one layer.
+
+    Attributes:
+        source: where it is: on the device, in RAM, or on disk.
+        kept: its format in RAM and on a GPU.
+        read: the format that its matmul reads.
+        in_int8: its matmul computes in int8; in_blocks: with codes in blocks as stored.
+        size: its bytes in the buffers; begin: where it begins in them.
+        tensor: the weight on the device; a streamed one is in the staging buffer from `stage` on.
+    """
+
+    source: Tensor | Quantised | Int8Weight | Stored
+    shape: Shape
+    kept: Format
+    read: Format
+    in_int8: bool
+    in_blocks: bool
+    size: StagingBytes
+    begin: StagingBytes = StagingBytes()
+
+    def __post_init__(self):
+        self.tensor = self.source
+
+    def stage(self, buffer: Tensor, host: Tensor) -> HostCopy | PagedRead:
+        """Take its part of a staging buffer; returns the transfer that fills it. On CUDA disk reads land in `host`."""
+        span = buffer[self.begin.device :][: self.size.device]
+        is_on_disk = isinstance(self.source, Stored)
+        if is_on_disk and not self.size.host:
+            read = PagedRead(self.source, span)
+            self.tensor = read.tensor  # in the format that is stored
+            return read
+        self.tensor = self.kept.view(span, self.shape)
+        if is_on_disk:
+            return PagedRead(self.source, host[self.begin.host :][: self.size.host], _payload(self.tensor))
+        return HostCopy(_payload(self.source), _payload(self.tensor))
+
+    def operand(self, buffer: Tensor) -> Tensor | Quantised | Int8Weight:
+        """What the matmul reads: the tensor itself, or what it is converted to in `buffer`."""
+        tensor = self.tensor
+        if self.size.converted:
+            tensor = self.read.view(buffer[self.begin.converted :], self.shape)
+            if isinstance(self.tensor, Quantised):
+                self.tensor.into(tensor)
+            else:
+                convert(tensor, self.tensor)
+        if not self.in_int8 or isinstance(tensor, Int8Weight):
+            return tensor
+        if self.read == Int8():
+            return Int8Weight(*self.read.parts(tensor.raw, self.shape))
+        return replace(tensor, in_int8=True, in_blocks=self.in_blocks)
+
+
+def _payload(tensor: Tensor | Quantised) -> Tensor:
+    """The tensor that holds the bytes."""
+    return tensor.raw if isinstance(tensor, Quantised) else tensor
+
+
+def share_buffers(layers: list[dict[str, StagedTensor]]) -> tuple[list[list[int]], StagingBytes]:
+    """Set where each tensor begins in the buffers. Returns the layers that share a staging buffer, in groups, and the
+    size of the buffers."""
+    sizes = [list(map(attrgetter("size"), tensors.values())) for tensors in layers]
+    room = largest_layer(sizes)
+    groups = []
+    used = room
+    for layer, tensors in enumerate(layers):
+        needed = sum(sizes[layer], StagingBytes())
+        if needed.device:
+            if used.device + needed.device > room.device or used.host + needed.host > room.host:
+                groups.append([])
+                used = StagingBytes()
+            groups[-1].append(layer)
+        begin = used._replace(converted=0)
+        for tensor in tensors.values():
+            tensor.begin = begin
+            begin += tensor.size
+        used += needed
+    return groups, room
