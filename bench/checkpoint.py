@@ -60,8 +60,7 @@ def write_checkpoint(config: dict, folder: Path, dtype: str) -> Path:
     layers = family(config["model_type"]).tensors(spec_of(config))
     source = DummyCheckpoint(layers, dtype)
     folder.mkdir(parents=True)
-    stored = {"torch_dtype": str(dtype).removeprefix("torch.")}
-    (folder / "config.json").write_text(json.dumps(config | stored))
+    (folder / "config.json").write_text(json.dumps(config | {"torch_dtype": str(dtype).removeprefix("torch.")}))
     shard = {}
     weight_map = {}
 

@@ -36,7 +36,7 @@ class System:
 
 H2O = "--kv-rule h2o --hh-ratio {hh_ratio:g}"
 INT8 = "--compute int8"
-PEERS = {"Accelerate": System("accelerate"), "ZeRO-Inference": System("zero_inference"), "FlexGen": System("flexgen")}
+PEERS = {"Accelerate": System("accelerate"), "ZeRO-Inference": System("zero_inference")}
 OURS = {
     "ours, full cache": System("ours"),
     "ours, H2O": System("ours", H2O),
@@ -69,7 +69,7 @@ def column(system: str) -> str:
 
 
 OF_GGUF = {"llama.cpp": System("llama_cpp"), **STORED}
-OPT = {name: system for name, system in (PEERS | OURS).items() if name != "FlexGen"}
+OPT = PEERS | OURS
 LLAMA_1B = {"Accelerate": PEERS["Accelerate"], **on_gguf("Q4_0", OF_GGUF), **on_gguf("Q8_0", OF_GGUF)}
 LLAMA_8B = {"Accelerate": PEERS["Accelerate"], **on_gguf("Q4_0", OF_GGUF)}
 SMOLLM2 = on_gguf(DEMO_KIND, {"transformers": System("transformers"), **OF_GGUF})
@@ -128,7 +128,7 @@ ON_CPU = {
 
 def on_gpu(row: Row, **changes) -> Row:
     """A row on a capped GPU: with FlexGen for OPT, and without llama.cpp, which is built for the CPU."""
-    flexgen = {"FlexGen": PEERS["FlexGen"]} if "opt" in row.model else {}
+    flexgen = {"FlexGen": System("flexgen")} if "opt" in row.model else {}
     systems = {name: s for name, s in (flexgen | row.systems).items() if s.module != "llama_cpp"}
     return replace(row, device="cuda", cap=GPU_CAP, systems=systems, **changes)
 
