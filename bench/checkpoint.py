@@ -25,12 +25,8 @@ BLOCKS = {"Q4_0": (16, 0.0043), "Q8_0": (32, 0.00027)}
 
 
 def checkpoint(model: str, kind: str, dtype: str, folder: Path) -> Path:
-    """Path of a checkpoint of a named size, which is written to `folder` unless it exists. The demo model's is the
-    installed one.
-
-    Args:
-        kind: "safetensors" for a folder of shards, or a GGUF type for a file.
-    """
+    """Path of a checkpoint, written to `folder` unless it exists; the demo model's is the installed file. `kind` is
+    "safetensors" or a GGUF type."""
     if model == DEMO:
         return find_model(None)[0]
     stem = f"{model.rpartition('/')[2]}-{dtype if kind == 'safetensors' else kind}"

@@ -30,9 +30,8 @@ class MemoryCap:
         if nbytes is None:
             self.kills_before = oom_kills(VMSTAT)
             return
-        v1_root = CGROUPS / "memory"
-        self.is_v1 = v1_root.is_dir()
-        root = v1_root if self.is_v1 else CGROUPS
+        self.is_v1 = (CGROUPS / "memory").is_dir()
+        root = CGROUPS / "memory" if self.is_v1 else CGROUPS
         try:
             for left in root.glob(f"{self.PREFIX}*"):  # of killed benchmarks; one in use cannot be removed
                 with suppress(OSError):

@@ -213,8 +213,7 @@ def record_trial(row: str, system: str, trial: dict, found: dict) -> None:
 
 
 def run_row(runner: Runner, name: str, settings: dict[str, dict], runs: int, file: str) -> dict:
-    """Run the systems in turns and store their medians in `file` after every run. Results of systems that are not run
-    are kept."""
+    """Run the systems in turns and store their medians in `file` after every run; other systems' results are kept."""
     row = runner.row
     known = {}
     if (old := common.load_result(file)) and set(settings) < set(row.systems):
