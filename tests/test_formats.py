@@ -46,7 +46,7 @@ def encoded(form, x: torch.Tensor) -> torch.Tensor:
 
 def decoded(form, buffer: torch.Tensor, shape=SHAPE, dtype=torch.float32) -> torch.Tensor:
     out = torch.full(shape, torch.nan, dtype=dtype)
-    form.decode(buffer, shape, out)
+    form.view(buffer, shape).decode(out)
     return out
 
 
@@ -221,7 +221,7 @@ def test_compiled_loops_encode_as_torch_does(monkeypatch, form, dtype):
         """What x becomes when it is encoded and decoded."""
         buffer, out = torch.zeros(form.nbytes(tuple(x.shape)), dtype=torch.uint8), torch.empty(x.shape)
         form.encode(x, buffer)
-        form.decode(buffer, tuple(x.shape), out)
+        form.view(buffer, tuple(x.shape)).decode(out)
         return out
 
     compiled = coded()

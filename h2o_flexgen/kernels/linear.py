@@ -112,10 +112,7 @@ def packs_int8() -> bool:
 
 def takes_in_blocks(formats: Iterable[Format], compute: str, cuda: bool, asked: bool | None = None) -> bool:
     """Whether int8 matmuls of a model with matrices in these formats read blocks of 4 bits as stored (`tiles4`): as
-    `asked`, or by default on CPUs where that is hardly slower.
-
-    Raises:
-        UserError: it is asked for, and this CPU cannot.
+    `asked`, or by default on CPUs where that is hardly slower. Raises UserError if it is asked for and this CPU cannot.
     """
     if compute != "int8" or cuda or asked is False or not any(map(_is_block, formats)):
         return False

@@ -21,15 +21,10 @@ COPY = " (copy)"
 
 
 class Decoding(NamedTuple):
-    """A model whose quantised matrices are all decoded when they are loaded.
-
-    Attributes:
-        layers: its tensors.
-        formats: of these matrices, once decoded.
-    """
+    """A model whose quantised matrices are all decoded when they are loaded."""
 
     layers: list[Layer]
-    formats: dict[str, Format]
+    formats: dict[str, Format]  # of these matrices, once decoded
 
     @classmethod
     def of(

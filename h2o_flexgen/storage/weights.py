@@ -216,11 +216,7 @@ class WeightStore:
         rows = self._take(name, unique)
         if not on_device:
             self.transport.count("cpu_to_gpu", rows.nbytes)
-        if isinstance(rows, Quantised):
-            out = torch.empty(rows.shape, dtype=self.dtype, device=rows.device)
-            rows.decode(out)
-            rows = out
-        return F.embedding(inverse.to(device), rows.to(device=device, dtype=self.dtype))
+        return F.embedding(inverse.to(device), rows.to(self.dtype).to(device))
 
     def _take(self, name: str, ids: Tensor) -> Tensor | Quantised:
         """Rows `ids` (n,) of a matrix, on its tier or from disk."""
