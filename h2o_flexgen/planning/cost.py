@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import ceil, sqrt
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ from h2o_flexgen.planning.occupancy import expected, stretches
 from h2o_flexgen.planning.placement import Placement
 from h2o_flexgen.planning.shapes import DECODER, Shapes
 from h2o_flexgen.planning.traffic import Amount, Flows, Offloaded, weights_beside
-from h2o_flexgen.planning.workload import GROUP_ROWS, Batch, batch_sizes, batches_of, matmul_rows
+from h2o_flexgen.planning.workload import GROUP_ROWS, Batch, batches_of, matmul_rows
 from h2o_flexgen.policy import Policy
 
 #: the most full blocks of a job that are costed
@@ -90,17 +90,14 @@ class Phase(NamedTuple):
 
 
 class PhaseCost(NamedTuple):
-    """Seconds of a phase, and for how many of them each resource is busy."""
-
     seconds: float
-    busy: Counter[str]
+    busy: Counter[str]  # seconds of each resource
 
 
 class CostModel:
     """Costs policies for one model, length of outputs and machine.
 
     Attributes:
-        hidden_bytes, computed: as for `LayerCost`.
         streamed_bytes: bytes in memory of the weights that a pass needs whole.
         steps: decode steps of the average row.
     """
@@ -113,8 +110,6 @@ class CostModel:
         self.steps = gen_len - 1 if mean_len is None else min(gen_len - 1, max(0.0, mean_len - 1))
         self.layers = LayerCost(profile, shapes, gen_len)
         self.streamed_bytes = sum(self.layers.layer_bytes)
-        self.hidden_bytes = self.layers.hidden_bytes
-        self.computed = self.layers.computed
 
     def phases(self, batches: Sequence[Batch], streamed: Amount = 0.0) -> list[Phase]:
         """Prefill and decode steps of a block. `streamed`: fraction of the head's weights that is not resident."""
@@ -129,20 +124,13 @@ class CostModel:
         placement: Placement,
         prompt_lens: Sequence[int],
         lengths: Sequence[int] | None = None,
-        shared: float | None = None,
     ) -> Prediction:
         """The time of a job, and of its first block.
 
         Args:
             prompt_lens: the longest first.
             lengths: tokens of the outputs, in the order in which rows run; None: as the workload expects them.
-            shared: fraction of the prompts' tokens computed with another prompt; None: as the workload expects it.
         """
-        if shared is not None:
-            work = self.shapes.workload
-            work = replace(work, shared=int(shared * sum(work.prompt_lens)))
-            model = CostModel(self.profile, replace(self.shapes, workload=work), self.gen_len)
-            return model.predict(policy, placement, prompt_lens, lengths)
         count = len(prompt_lens)
         if lengths is None:
             lengths = expected(count, self.gen_len, self.shapes.workload.mean_len)
@@ -225,8 +213,7 @@ class _PlacedCost:
         return parts
 
     def block_by_block(self, prompt_lens: Sequence[int]) -> tuple[float, float]:
-        """Seconds of prefill and of decode where all rows of a block end together. Of many full blocks a sample is
-        costed."""
+        """Seconds of prefill and decode where all rows of a block end together; of many full blocks, from a sample."""
         size = min(self.policy.block_size, len(prompt_lens))
         full, rest = divmod(len(prompt_lens), size)
         costed = range(0, full, ceil(full / _MOST_BLOCKS))
@@ -242,7 +229,7 @@ class _PlacedCost:
         return prefill_seconds, decode_seconds
 
     def refilled(self, prompt_lens: Sequence[int], lengths: Sequence[int]) -> tuple[float, float]:
-        """Seconds of prefill and of decode where rows take the places of those that have ended."""
+        """Seconds of prefill and decode where rows take the places of those that have ended."""
         places = min(self.policy.block_size, len(prompt_lens))
         mean_len = ceil(sum(prompt_lens) / len(prompt_lens))
         weights = self.model.layers.weight_traffic(sum(self.weights, Offloaded()))
@@ -263,7 +250,7 @@ class _PlacedCost:
     def _pass_seconds(self, phase: int, rows: float, prompt_len: int) -> float:
         """Seconds of one pass with `rows` rows on average in a phase, given by its index."""
         count = max(1, round(rows))
-        batches = tuple(Batch(size, prompt_len) for size in batch_sizes(count, self.policy))
+        batches = batches_of(self.policy, [prompt_len] * count)
         one_pass = self.model.phases(batches)[phase]._replace(passes=1)
         return rows / count * self._phase(one_pass, batches, self._parts(batches)).seconds
 

@@ -144,7 +144,7 @@ class CandidateJob:
         predict = partial(cost.predict, plan.policy, plan.placement, prompt_lens)
         prediction = predict()
         mean_len = sum(prompt_lens) // len(prompt_lens)
-        least_free = cost.least_free(plan.policy, max(1, int(mean_len * cost.computed)), prediction)
+        least_free = cost.least_free(plan.policy, max(1, int(mean_len * cost.layers.computed)), prediction)
         return replace(plan, prediction=prediction, predict=predict, least_free=least_free)
 
 
@@ -257,17 +257,6 @@ class Planner:
         losses = self.constraints.losses
         known = FORMATS if losses is None else losses.formats
         return [each for each in FORMATS if each in known and has_cache_format(each, self.model.spec.head_dim)]
-
-    def search(self, rule: CacheRule, workload: Workload, resources: Resources) -> Search:
-        """The search for a job on this machine, which is measured if it has not been."""
-        return Search(self.measured(), self.model.shapes(rule, workload), workload, resources, self.constraints)
-
-    def plan(
-        self, policy: Policy, rule: CacheRule, workload: Workload, resources: Resources
-    ) -> tuple[Placement, MemoryPlan]:
-        """The tier of everything under a policy and the bytes it needs, whether they are available or not."""
-        planned = self.constraints.planned(workload, policy)
-        return plan_policy(policy, self.model.shapes(rule, workload), planned, resources)
 
     def measured(self) -> Profile:
         """The machine's profile, measured at the first call unless it was given."""

@@ -8,7 +8,7 @@ from math import prod
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from machines import percents
+from machines import percents, plan_of
 
 from h2o_flexgen import LLM, Policy
 from h2o_flexgen.engine.batch import PromptPiece, Sequence
@@ -35,7 +35,7 @@ def sizes():
 
 
 def needs(llm, policy, workload, rule):
-    _, plan = llm.planner.plan(policy, rule, workload, NO_LIMITS)
+    _, plan = plan_of(llm.planner, policy, rule, workload, NO_LIMITS)
     return {tier: plan.needed(tier) for tier in TIERS}
 
 
@@ -98,7 +98,7 @@ def test_more_on_a_lower_tier_never_needs_more_on_the_device(sizes, name, rule, 
         percent = [100, 0, 100, 0, 100, 0]
         percent[2 * what : 2 * what + 2] = [gpu, (100 - gpu) * to]
         policy = Policy(8, 8, tuple(percent), overlap)
-        placement, plan = llm.planner.plan(policy, rule, workload, NO_LIMITS)
+        placement, plan = plan_of(llm.planner, policy, rule, workload, NO_LIMITS)
         away = any(tier != "gpu" for tier in placement.activations)
         found.append((plan.needed("gpu"), placement.weights["model.decoder.embed_tokens.weight"], away))
     for (before, tier, away), (after, next_tier, next_away) in zip(found, found[1:]):
@@ -150,7 +150,7 @@ def test_weights_are_counted_on_their_tier(sizes, rule):
     parameters = sum(map(prod, shapes.values()))
     assert 1.30e9 < parameters < 1.33e9
     for tier, percent in zip(TIERS, [(100, 0), (0, 100), (0, 0)]):
-        _, plan = llm.planner.plan(Policy(8, 1, (*percent, 100, 0, 100, 0)), rule, workload, NO_LIMITS)
+        _, plan = plan_of(llm.planner, Policy(8, 1, (*percent, 100, 0, 100, 0)), rule, workload, NO_LIMITS)
         weights = sum(nbytes for each, label, nbytes in plan.items if each == tier and "weights" in label)
         size = 2 if tier == "disk" else 4  # in fp32, of random weights that are stored in 16 bits
         assert 0.99 * size * parameters < weights <= size * parameters
