@@ -135,11 +135,8 @@ class StoredModel(NamedTuple):
 
 
 def load(args: EngineArgs, device: Device) -> LoadedModel:
-    """Find the model of a job; its weights are not read yet.
-
-    Raises:
-        UserError: as `load_model` and `job_dtype`, or a memory limit does nothing on this device.
-    """
+    """Find the model of a job; its weights are not read yet. Raises UserError as `load_model` and `job_dtype`, or for a
+    memory limit that does nothing on this device."""
     if args.dtype != "auto":
         device.dtype(args.dtype)  # raises for one that is not known
     args.check_caps(device.is_cuda)

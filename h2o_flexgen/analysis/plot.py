@@ -14,14 +14,8 @@ DEPTH = "Blues"
 
 
 def draw(result: dict, path: str | Path) -> None:
-    """Plot the result of `study`.
-
-    Args:
-        result: as `h2o-flexgen analyse --output` writes it.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
+    """Plot the result of `study`, as `h2o-flexgen analyse --output` writes it. Raises UserError if the file cannot be
+    written."""
     from matplotlib.figure import Figure
 
     fig = Figure(figsize=(12, 6.6), layout="constrained")

@@ -160,11 +160,8 @@ def sources_of(args: argparse.Namespace) -> list:
 
 
 def begin(args: argparse.Namespace, llm, sources: list, settings: list) -> tuple[dict, Iterator[dict]]:
-    """The workload, and the rows of results, each as soon as it is measured.
-
-    Raises:
-        UserError: nothing can be measured with this model and these texts.
-    """
+    """The workload, and the rows of results, each as soon as it is measured. Raises UserError if nothing can be
+    measured with this model and these texts."""
     from h2o_flexgen.evaluation import compare, perplexity, summaries
     from h2o_flexgen.evaluation.passages import passages_of
     from h2o_flexgen.evaluation.settings import allowed

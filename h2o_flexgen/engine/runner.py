@@ -95,11 +95,8 @@ class Runner:
             return self._run(job, rows, sink, observer, window)
 
     def open(self, job: ExecutionPlan, count: int) -> Streams:
-        """Open `count` streams, which are one block of the job, with empty caches. No others may be open.
-
-        Raises:
-            UserError: as `run`.
-        """
+        """Open `count` streams, which are one block of the job, with empty caches. No others may be open. Raises
+        UserError as `run`."""
         with self.guard():
             self._load_weights(job)
             self.streams = Streams(Stores(self.model, job, self.weights, self.transport, is_stream=True), count)

@@ -20,14 +20,8 @@ def check_package() -> None:
 
 
 def draw(result: dict, path: str | Path) -> None:
-    """Plot the results of `perplexity.measure` as a PNG.
-
-    Args:
-        result: as `h2o-flexgen quality --output` writes it.
-
-    Raises:
-        UserError: matplotlib is missing, or the file cannot be written.
-    """
+    """Plot the results of `perplexity.measure`, as `h2o-flexgen quality --output` writes them, as a PNG. Raises
+    UserError if matplotlib is missing, or the file cannot be written."""
     need("matplotlib", "matplotlib", "a figure").use("Agg")
     import matplotlib.pyplot as plt
 

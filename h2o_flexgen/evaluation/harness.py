@@ -173,10 +173,7 @@ class HarnessLM(TemplateLM):
 
     def loglikelihood_rolling(self, requests: list, disable_tqdm: bool = False) -> list[float]:
         """The log-likelihood of each text, in windows of `max_length`, each beginning where the one before ended.
-
-        Raises:
-            UserError: a KV budget that is a ratio: the contexts of full windows have one token.
-        """
+        Raises UserError for a KV budget that is a ratio: the contexts of full windows have one token."""
         from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
         self._need_sizes("a rolling log-likelihood decodes whole texts")

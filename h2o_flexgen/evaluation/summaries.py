@@ -60,12 +60,9 @@ def _article(row: dict | UserError, llm: LLM, gen_len: int) -> Article:
 
 
 def measure(llm: LLM, articles: list[Article], settings: list[Setting]) -> Iterator[dict]:
-    """Yields a row for the full cache, then one for each setting, as soon as its summaries are written.
-
-    Returns:
-        rows as `row_of`, with the mean ROUGE (`rouge`) of the summaries against the references ("reference"; None if
-        there are none) and against the full cache's ("full_cache"), and the summaries (`texts`).
-    """
+    """Yields a row for the full cache, then one for each setting, as soon as its summaries are written: `row_of`, with
+    the mean ROUGE (`rouge`) of the summaries against the references ("reference"; None if there are none) and against
+    the full cache's ("full_cache"), and the summaries (`texts`)."""
     prompts = [article.prompt for article in articles]
     params = [article.params for article in articles]
     references = [a.reference for a in articles]

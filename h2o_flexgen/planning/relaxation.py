@@ -195,12 +195,8 @@ class Relaxation:
         return block / min(policy.block_size, self.num_prompts) if block <= self.max_latency else inf
 
     def _prolonged(self, seconds: list[float], shortages: list[tuple[float, list[float]]]) -> float:
-        """A lower bound of one bottleneck.
-
-        Args:
-            seconds: of the bottleneck with everything on the device, then after each of `_moves`.
-            shortages: bytes that each room is short of, and the bytes that each move frees there.
-        """
+        """A lower bound of one bottleneck, from its seconds with everything on the device, then after each of `_moves`;
+        `shortages`: bytes that each room is short of, and the bytes that each move frees there."""
         resident, *moved = seconds
         changes = [after - resident for after in moved]
         gained = dict.fromkeys(KINDS, 0.0)  # what shortens it is moved in any case

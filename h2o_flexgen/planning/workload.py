@@ -90,12 +90,9 @@ def micro_tokens(prefill_tokens: int, longest: int, batch: int) -> int:
 
 
 def matmul_groups(sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """Which batches go through the matmuls of a decode step together: (begin, end) of each group, of one batch or of at
-    most GROUP_ROWS sequences. A larger group saves less compute than it costs: fewer KV blocks are staged beside it.
-
-    Args:
-        sizes: sequences of each batch.
-    """
+    """(begin, end) of the batches that go through the matmuls of a decode step together, from the sequences of each
+    batch: one batch, or several with at most GROUP_ROWS sequences. A larger group saves less compute than it costs:
+    fewer KV blocks are staged beside it."""
     groups = []
     rows = 0
     for n, size in enumerate(sizes):
