@@ -15,7 +15,7 @@ from h2o_flexgen.planning.planner import Planner
 from h2o_flexgen.planning.search import Constraints, Search
 from h2o_flexgen.planning.shapes import ModelData
 from h2o_flexgen.planning.workload import Workload
-from h2o_flexgen.policy import GIB, TIERS, KVBudget
+from h2o_flexgen.policy import GIB, TIERS, KVBudget, Policy
 
 ROOT = Path(__file__).resolve().parent.parent
 T4 = Profile.from_file(ROOT / "policies" / "hardware" / "t4-16gb.json")

@@ -62,7 +62,7 @@ def describe_job(
 
 
 def describe_policy(policy: Policy, cuda: bool) -> str:
-    """Without CUDA there are only RAM and disk to speak of."""
+    """A policy for humans; without CUDA it names only RAM and disk."""
     placed = f"percent {' '.join(f'{x:g}' for x in policy.percent)}" if cuda else describe_ram(policy)
     text = f"{policy.gpu_batch_size} x {policy.num_gpu_batches}, {placed}, overlap {'on' if policy.overlap else 'off'}"
     if policy.cpu_cache_compute:

@@ -74,7 +74,7 @@ class Streams:
             self.stores = None
 
     def length(self, row: int, tokens: int) -> int:
-        """Tokens that stream `row` will have fed after `tokens` more, the last of which waits."""
+        """The tokens that stream `row` will have been fed once it gets `tokens` more, the last of which waits."""
         stream = self.streams[row]
         return stream.seen + len(stream.waiting) + tokens - 1
 

@@ -38,16 +38,14 @@ def make_settings(
     hh_share: float = 0.5,
     formats: list[str | None] | None = None,
 ) -> list[Setting]:
-    """Every rule with every budget, and the full cache, in every format, except the full cache as floats.
+    """Every rule with every budget, and the full cache, in every format, except the full cache as floats. Raises
+    UserError for a number out of range.
 
     Args:
         ratios: slots, heavy and recent ones together, as fractions of the longest prompt.
         sizes: slots.
         hh_share: fraction of the slots for heavy hitters; the rest are for recent tokens.
         formats: of the cache; default: floats.
-
-    Raises:
-        UserError: a number out of range.
     """
     if not 0 <= hh_share <= 1:
         raise UserError(f"`hh_share` must lie in [0, 1], not {hh_share:g}")

@@ -36,19 +36,10 @@ def articles_of(source: Source, llm: LLM, gen_len: int) -> tuple[list[Article], 
     """
     if source.rows is None:
         raise UserError(f'{source.name} must hold JSON lines {{"article", "summary_gt"}}, and end in .jsonl')
-    articles = []
-    errors = []
-    for number, row in source.rows:
-        try:
-            articles.append(_article(row, llm, gen_len))
-        except UserError as e:
-            errors.append(f"{source.name} line {number}: {e}")
-    return articles, errors
+    return source.each(lambda row: _article(row, llm, gen_len))
 
 
-def _article(row: dict | UserError, llm: LLM, gen_len: int) -> Article:
-    if isinstance(row, UserError):
-        raise row
+def _article(row: dict, llm: LLM, gen_len: int) -> Article:
     article = row.get("article")
     reference = row.get("summary_gt")
     if not isinstance(article, str):
@@ -77,12 +68,6 @@ def measure(llm: LLM, articles: list[Article], settings: list[Setting]) -> Itera
         return {"rouge": found, "texts": texts}
 
     return measure_each(llm, settings, sum(p.max_tokens for p in params), job)
-
-
-def check_packages() -> None:
-    """Raises UserError if a package for ROUGE is missing."""
-    need("rouge", "rouge", "ROUGE")
-    need("rouge_score.rouge_scorer", "rouge-score", "ROUGE")
 
 
 def mean_rouge(texts: list[str], references: list[str | None]) -> dict[str, dict[str, float]] | None:

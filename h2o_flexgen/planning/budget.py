@@ -63,8 +63,8 @@ class BudgetPoint:
 
 
 def budget_choices(floor: float, longest: int, total: int) -> list[BudgetChoice]:
-    """Budgets from the ratio `floor` to the full cache, smallest first. `longest`, `total`: tokens of the longest prompt,
-    and with its output. Raises UserError for a floor outside (0, 0.5]."""
+    """Budgets from the ratio `floor` to the full cache, smallest first. Raises UserError for a floor outside (0, 0.5].
+    `longest`, `total`: tokens of the longest prompt, and with its output."""
     if not 0 < floor <= 0.5:  # at 0.5 heavy and recent slots hold the whole prompt
         raise UserError(f"`min_hh_ratio` must lie in (0, 0.5], not {floor:g}")
     choices = []

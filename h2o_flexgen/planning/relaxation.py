@@ -212,7 +212,7 @@ class Relaxation:
         return resident + sum(gained.values()) + lost
 
     def _each(self, x: Amount) -> list[float]:
-        """Of each of `_placements`, on some of which `x` need not depend."""
+        """The value of `x` for each of `_placements`, also where it is the same for all."""
         return np.broadcast_to(x, 1 + len(self._moves)).tolist()
 
     def solve(self, policy: Policy, limits: dict[str, int], to_beat: float = inf) -> tuple[int, ...] | None:

@@ -61,7 +61,9 @@ def test_a_job_that_does_not_fit_or_may_be_faster_is_searched_and_measured_once(
         choice = planner.choose(JOB, resources(**limits))
     assert measured == [1]
     choice.plan.check()
-    found = Search(laptop(), planner.model.shapes(choice.rule, JOB), JOB, resources(**limits), planner.constraints).best()
+    found = Search(
+        laptop(), planner.model.shapes(choice.rule, JOB), JOB, resources(**limits), planner.constraints
+    ).best()
     assert choice.policy == found.policy
     assert choice.prediction == found.prediction and choice.plan == found.plan
 
