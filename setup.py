@@ -1,3 +1,3 @@
 from setuptools import setup
 
-setup()  # everything stands in pyproject.toml
+setup()  # configured in pyproject.toml

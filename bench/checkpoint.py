@@ -1,4 +1,4 @@
-"""Random checkpoints that every system reads: safetensors shards, and GGUF files."""
+"""Random checkpoints that every system can read: safetensors shards and GGUF files."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from h2o_flexgen.models.registry import family, named_config, spec_of
 from h2o_flexgen.models.source import find_model
 from h2o_flexgen.storage.dummy import DummyCheckpoint
 
-#: bytes of a shard
+#: size of a shard in bytes
 SHARD = 1 << 30
-#: random bytes that the tensors of a GGUF file repeat: a prime, so that no two rows are alike
+#: number of random bytes that the tensors of a GGUF file repeat: a prime, so that no two rows are alike
 POOL = (1 << 24) - 3
-#: of GGUF's types: bytes of codes in a block of 32, and the scale that gives them a standard deviation of 0.02
+#: GGUF type -> bytes of codes per block of 32, and the scale that gives weights a standard deviation of 0.02
 BLOCKS = {"Q4_0": (16, 0.0043), "Q8_0": (32, 0.00027)}
 
 
 def checkpoint(model: str, kind: str, dtype: str, folder: Path) -> Path:
-    """A checkpoint of a named size, written into `folder` if it is not there yet: a folder of safetensors, or a GGUF
-    file. That of the demo model is the one that was installed."""
+    """Path of a checkpoint, written to `folder` unless it exists; the demo model's is the installed file. `kind` is
+    "safetensors" or a GGUF type."""
     if model == DEMO:
         return find_model(None)[0]
     stem = f"{model.rpartition('/')[2]}-{dtype if kind == 'safetensors' else kind}"
@@ -49,36 +49,35 @@ def checkpoint(model: str, kind: str, dtype: str, folder: Path) -> Path:
 
 
 def write_checkpoint(config: dict, folder: Path, dtype: str) -> Path:
-    """Random weights of a model, as transformers would save them: shards of safetensors with an index."""
+    """Write random weights as transformers would save them: safetensors shards with an index."""
     from safetensors.torch import save_file
 
     dtype = getattr(torch, dtype)
     layers = family(config["model_type"]).tensors(spec_of(config))
     source = DummyCheckpoint(layers, dtype)
     folder.mkdir(parents=True)
-    stored = {"torch_dtype": str(dtype).removeprefix("torch.")}
-    (folder / "config.json").write_text(json.dumps(config | stored))
-    shard, where = {}, {}
+    (folder / "config.json").write_text(json.dumps(config | {"torch_dtype": str(dtype).removeprefix("torch.")}))
+    shard = {}
+    weight_map = {}
 
     def flush() -> None:
-        file = f"model-{len(set(where.values())) + 1:05}.safetensors"
+        file = f"model-{len(set(weight_map.values())) + 1:05}.safetensors"
         save_file(shard, folder / file, metadata={"format": "pt"})
-        where.update(dict.fromkeys(shard, file))
+        weight_map.update(dict.fromkeys(shard, file))
         shard.clear()
 
     for name, shape in source.shapes.items():
-        tensor = torch.empty(shape, dtype=dtype)
-        source.read(name, tensor, None)
-        shard[name] = tensor
+        shard[name] = torch.empty(shape, dtype=dtype)
+        source.read(name, shard[name], None)
         if sum(t.nbytes for t in shard.values()) > SHARD:
             flush()
     flush()
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     return folder
 
 
 def write_gguf(config: dict, path: Path, kind: str) -> None:
-    """A LLaMA of random blocks, a tensor at a time, without a tokenizer. Vectors are ones in fp32."""
+    """Write a LLaMA with random matrices of type `kind` and vectors of ones in fp32, without a tokenizer."""
     import gguf
     import numpy as np
 
@@ -93,26 +92,33 @@ def write_gguf(config: dict, path: Path, kind: str) -> None:
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, spec.layers)
     codes, scale = BLOCKS[kind]
     block = np.dtype([("scale", "<f2"), ("codes", np.uint8, codes)])
-    pool, tensors = np.frombuffer(np.random.default_rng(0).bytes(POOL), np.uint8), []
+    pool = np.frombuffer(np.random.default_rng(0).bytes(POOL), np.uint8)
+    stored_shapes = {}
     for layer in family(spec.model_type).tensors(spec):
         for name, shape in layer.shapes.items():
             module, _, part = name.rpartition(".")
-            is_matrix, known = len(shape) > 1, f"{names.get_name(module)}.{part}"
-            if known in (known for known, *_ in tensors):  # a head that is the embedding
+            gguf_name = f"{names.get_name(module)}.{part}"
+            if gguf_name in stored_shapes:  # the head is tied to the embedding
                 continue
-            stored = (*shape[:-1], shape[-1] // 32 * block.itemsize) if is_matrix else shape
-            tensors.append((known, stored, is_matrix))
-            dtype, raw = (np.uint8, gguf.GGMLQuantizationType[kind]) if is_matrix else (np.float32, None)
-            writer.add_tensor_info(known, stored, np.dtype(dtype), int(np.prod(stored)) * np.dtype(dtype).itemsize, raw)
+            raw = None
+            dtype = np.dtype(np.float32)
+            if len(shape) > 1:
+                raw = gguf.GGMLQuantizationType[kind]
+                dtype = np.dtype(np.uint8)
+                shape = (*shape[:-1], shape[-1] // 32 * block.itemsize)
+            stored_shapes[gguf_name] = shape
+            writer.add_tensor_info(gguf_name, shape, dtype, int(np.prod(shape)) * dtype.itemsize, raw)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    for _, stored, is_matrix in tensors:
-        data = np.resize(pool, stored) if is_matrix else np.ones(stored, np.float32)
-        if is_matrix:
-            # codes are -0.5 on average: with scales of either sign a row's mean is 0, else a deep model overflows
+    for shape in stored_shapes.values():
+        data = np.ones(shape, np.float32)
+        if len(shape) > 1:
+            data = np.resize(pool, shape)
+            # codes average -0.5: alternating signs give rows a mean of 0, without which a deep model overflows
             scales = data.reshape(-1).view(block)["scale"]
-            scales[::2], scales[1::2] = scale, -scale
+            scales[::2] = scale
+            scales[1::2] = -scale
         writer.write_tensor_data(data)
     writer.close()
 

@@ -1,8 +1,8 @@
-"""What fewer bits cost in quality: weights, matmuls and cache, each alone and all together, and with a KV budget.
+"""Measure what fewer bits cost in quality: in weights, matmuls and cache, alone and together, and with a KV budget.
 
 python -m bench.format_losses TEXT --output docs/benchmarks/format_losses.json
 
-As `h2o-flexgen quality`, but over several models: tokens behind a prompt are fed one by one through the engine.
+Like `h2o-flexgen quality`, but over several models: the tokens after a prompt are fed one by one through the engine.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from h2o_flexgen.evaluation.settings import Setting
 from h2o_flexgen.policy import DEFAULT_RULE
 from h2o_flexgen.utils.files import rounded, to_json, write_text
 
-#: (weights, matmuls): caches, each a format and slots; None: floats, all tokens. The file's own weights come first
-#: with a full cache of floats: the exact model. 204 slots of 16 bits have the bytes of 378 in int8, and of 478 in int4.
+#: (weights, matmuls) -> caches, each a format (None: floats) and slots (None: all). Every entry also runs with a full
+#: cache of floats; the first one's is the exact model. 204 slots in 16 bits take as many bytes as 378 in int8 or 478 in
+#: int4.
 TRIED = {
     (None, "exact"): [("int8", None), ("int4", None), (None, 204), ("int8", 378), ("int4", 478)],
     ("int8", "exact"): [],
@@ -32,7 +33,9 @@ TRIED = {
 
 
 def run(args: argparse.Namespace) -> None:
-    source, exact, rows = read_source(args.text), None, []
+    source = read_source(args.text)
+    exact = None
+    rows = []
     for (weights, compute), caches in TRIED.items():
         settings = [setting_of(*cache) for cache in caches]
         with LLM(dtype="float32", compress_weight=weights, compute=compute) as llm:
@@ -51,13 +54,9 @@ def setting_of(compress_cache: str | None, slots: int | None) -> Setting:
     return Setting("full" if budget is None else budget.rule, budget, compress_cache)
 
 
-def make_parser() -> argparse.ArgumentParser:
+if __name__ == "__main__":
     parser = Parser("python -m bench.format_losses", "Measure what fewer bits cost in quality.")
     parser.add_argument("text", metavar="TEXT")
     parser.add_argument("--windows", type=int, default=8)
     parser.add_argument("--output", required=True)
-    return parser
-
-
-if __name__ == "__main__":
-    sys.exit(execute(make_parser(), run))
+    sys.exit(execute(parser, run))

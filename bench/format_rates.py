@@ -1,5 +1,5 @@
-"""Rates of matmuls in int8 beside others, conversions included, of decoding quantised weights, and of attention over a
-quantised cache.
+"""Measure rates of int8 and other matmuls, conversions included, of decoding quantised weights, and of attention over
+a quantised cache.
 
 python -m bench.format_rates --output docs/benchmarks/format_rates.json
 """
@@ -25,19 +25,25 @@ from h2o_flexgen.kernels.attention import cached_attention
 from h2o_flexgen.kernels.int8 import UNPACKED, Int8Weight, can_pack, int8_linear, pack, prepare, takes_blocks
 from h2o_flexgen.utils.files import rounded, to_json, write_text
 
-#: (out, in) of the matrices; rows of activations; a few columns of these are far larger than the rest, as in a model
-SHAPES, ROWS = ((16384, 4096), (4096, 16384), (8192, 2048), (2048, 8192)), (8, 32, 128, 512)
-LARGE_COLUMNS, LARGE = 4, 50.0
-#: formats of weights that are decoded, and the shape of the matrix
-FORMATS, DECODED = (Int8(), Int4(64), GGUF["Q8_0"], GGUF["Q4_0"], GGUF["Q4_1"]), (4096, 4096)
-#: sequences, KV heads, queries of each, head size, slots
+#: (out, in) of the matrices
+SHAPES = ((16384, 4096), (4096, 16384), (8192, 2048), (2048, 8192))
+ROWS = (8, 32, 128, 512)
+#: a few columns of the activations are LARGE times the rest, as in a model
+LARGE_COLUMNS = 4
+LARGE = 50.0
+#: formats of weights and shape of the matrix to decode
+FORMATS = (Int8(), Int4(64), GGUF["Q8_0"], GGUF["Q4_0"], GGUF["Q4_1"])
+DECODED = (4096, 4096)
+#: sequences, KV heads, queries per KV head, head size, slots
 CACHES = ((16, 8, 4, 64, 512), (16, 8, 4, 128, 1024), (8, 32, 1, 64, 205))
-#: how often each job runs, of which the first warms up; one that has taken SECONDS does not run again
-ROUNDS, SECONDS = 6, 3.0
+#: runs of each job, the first to warm up
+ROUNDS = 6
+#: total time after which a job does not run again
+SECONDS = 3.0
 
 
-def seconds_of(jobs: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """The median of each, run in turn."""
+def median_seconds(jobs: dict[str, Callable[[], object]]) -> dict[str, float]:
+    """The median time of each job; they take turns."""
     times = {name: [] for name in jobs}
     for _ in range(ROUNDS):
         for name, job in jobs.items():
@@ -49,34 +55,40 @@ def seconds_of(jobs: dict[str, Callable[[], object]]) -> dict[str, float]:
 
 
 def matmuls(out: int, width: int) -> list[dict]:
-    """TOP/s by rows."""
-    codes, scale = torch.randint(-127, 128, (out, width), dtype=torch.int8), torch.rand(out)
-    streamed, dense, found = Int8Weight(codes, scale), torch.randn(out, width), []
-    packed, half = can_pack() and Int8Weight(pack(codes), scale), dense.bfloat16()
+    """TOP/s of matmuls with an (out, width) matrix, for each number of rows."""
+    codes = torch.randint(-127, 128, (out, width), dtype=torch.int8)
+    scale = torch.rand(out)
+    streamed = Int8Weight(codes, scale)
+    packed = can_pack() and Int8Weight(pack(codes), scale)
+    dense = torch.randn(out, width)
+    half = dense.bfloat16()
+    found = []
     fours = Int4(64).view(torch.empty(Int4(64).nbytes((out, width)), dtype=torch.uint8), (out, width))
     fours.format.encode(dense, fours.raw)
     for count in ROWS:
         x = torch.randn(count, width)
         x[:, :LARGE_COLUMNS] *= LARGE
-        halves, eights = x.bfloat16(), torch.randint(-127, 128, (count, width), dtype=torch.int8)
-        jobs = {
-            "_int_mm": partial(torch._int_mm, eights, codes.t()),
-            **{name: partial(int8_linear, halves, streamed, kernel=name) for name in UNPACKED},
-            **({"packed": partial(int8_linear, halves, packed)} if packed else {}),
-            **({"int4": partial(int8_linear, halves, fours)} if takes_blocks() else {}),
-            "bf16": partial(torch.nn.functional.linear, halves, half),
-            "fp32": partial(torch.nn.functional.linear, x, dense),
-        }
+        halves = x.bfloat16()
+        eights = torch.randint(-127, 128, (count, width), dtype=torch.int8)
+        jobs = {"_int_mm": partial(torch._int_mm, eights, codes.t())}
+        jobs |= {name: partial(int8_linear, halves, streamed, kernel=name) for name in UNPACKED}
+        if packed:
+            jobs["packed"] = partial(int8_linear, halves, packed)
+        if takes_blocks():
+            jobs["int4"] = partial(int8_linear, halves, fours)
+        jobs["bf16"] = partial(torch.nn.functional.linear, halves, half)
+        jobs["fp32"] = partial(torch.nn.functional.linear, x, dense)
         operations = 2 * count * out * width
-        rates = {name: operations / seconds / 1e12 for name, seconds in seconds_of(jobs).items()}
+        rates = {name: operations / seconds / 1e12 for name, seconds in median_seconds(jobs).items()}
         best = max(rates[name] for name in (*UNPACKED, "packed") if name in rates)
         found.append({"shape": f"{out} x {width}", "rows": count, "tops": rates, "of_int_mm": best / rates["_int_mm"]})
     return found
 
 
 def decoding() -> list[dict]:
-    """G elements/s by format."""
-    weight, found = torch.randn(DECODED), []
+    """G elements/s of decoding, for each format."""
+    weight = torch.randn(DECODED)
+    found = []
     for each in FORMATS:
         raw = torch.zeros(each.nbytes(DECODED), dtype=torch.uint8)
         if each.name in ("int8", "int4"):
@@ -87,14 +99,14 @@ def decoding() -> list[dict]:
         jobs = {name: partial(stored.decode, out) for name, out in outs.items()}
         if each.name != "int8":
             jobs["int8"] = partial(stored.to_int8, eights)
-        rates = {name: weight.numel() / seconds / 1e9 for name, seconds in seconds_of(jobs).items()}
+        rates = {name: weight.numel() / seconds / 1e9 for name, seconds in median_seconds(jobs).items()}
         found.append({"format": each.name, **rates})
     return found
 
 
 def attention() -> list[dict]:
-    """Of one query a sequence over its cache, G elements of K and V a second."""
-    linear.rates()  # else the first one in bf16 would measure them
+    """G elements/s of K and V in the attention of one query per sequence over its cache."""
+    linear.rates()  # otherwise the first job in bf16 would measure them
     found = []
     for batch, heads, group, dim, slots in CACHES:
         q = torch.randn(batch, heads * group, 1, dim)
@@ -106,7 +118,7 @@ def attention() -> list[dict]:
             dtype = torch.float32 if name == "float32" else torch.bfloat16
             stored = form.stored(k.to(dtype), v.to(dtype))
             jobs[name] = partial(cached_attention, q.to(dtype), *([x] for x in stored), None, form=form)
-        rates = {name: 2 * k.numel() / seconds / 1e9 for name, seconds in seconds_of(jobs).items()}
+        rates = {name: 2 * k.numel() / seconds / 1e9 for name, seconds in median_seconds(jobs).items()}
         found.append({"cache": f"{batch}, {heads} x {group}, {dim}, {slots}", **rates})
     return found
 
@@ -119,11 +131,7 @@ def run(args: argparse.Namespace) -> None:
     write_text("--output", args.output, to_json(rounded(result, 3)) + "\n")
 
 
-def make_parser() -> argparse.ArgumentParser:
+if __name__ == "__main__":
     parser = Parser("python -m bench.format_rates", "Time matmuls in int8, and the decoding of weights.")
     parser.add_argument("--output", required=True)
-    return parser
-
-
-if __name__ == "__main__":
-    sys.exit(execute(make_parser(), run))
+    sys.exit(execute(parser, run))

@@ -1,4 +1,4 @@
-"""One peer on one job, in a process of its own: load, warm up, generate to the last token, tell what it took.
+"""Run one peer on one job in its own process: load, warm up, generate every token, write the times.
 
 python -m bench.job JOB.json
 """
@@ -15,16 +15,17 @@ from pathlib import Path
 
 @dataclass
 class Job:
-    """What one process does.
+    """What one process runs.
 
     Attributes:
         system: a module of bench.systems.
-        model: folder or GGUF file of the checkpoint; scratch: folder for what is offloaded.
-        gen_len: tokens that are generated, which may be fewer than the row's.
+        model: the checkpoint, a folder or a GGUF file.
+        scratch: folder for offloaded data.
+        gen_len: tokens to generate, which may be fewer than the row's.
         batch: sequences generated together (for ours: prompts of the job).
-        gpu_bytes, ram_bytes: what a system may plan with; None: whatever there is.
-        options: of a peer alone.
-        flags: of our command line.
+        gpu_bytes, ram_bytes: memory that a system may use; None for all there is.
+        options: settings of a peer.
+        flags: our command line's flags.
     """
 
     system: str
@@ -42,7 +43,7 @@ class Job:
 
     @property
     def room(self) -> int:
-        """Bytes of RAM that a system may plan with."""
+        """Bytes of RAM that a system may use."""
         from h2o_flexgen.machine.memory import ram_in_all
 
         return self.ram_bytes or int(0.8 * ram_in_all())

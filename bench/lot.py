@@ -1,5 +1,5 @@
-"""One job in a process of its own, in whatever version of h2o_flexgen its PYTHONPATH names: it imports nothing else of
-this repository. A sampler of its own ends each row at a length that is drawn by lot, which the engine cannot know.
+"""Run one job with the version of h2o_flexgen that PYTHONPATH names, and nothing else of this repository. Rows end at
+random lengths, which the engine cannot know: a sampler draws them.
 
 python -P bench/lot.py JOB.json
 """
@@ -11,7 +11,7 @@ import inspect
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -21,15 +21,18 @@ import h2o_flexgen.llm
 from h2o_flexgen import LLM, Policy, SamplingParams
 from h2o_flexgen.engine.sampling import Sampler
 
-#: ids of tokens in random prompts, which every vocabulary of the benchmarks has
+#: ids of random prompts, which every vocabulary in the benchmarks has
 TOKENS = range(4, 49000)
-#: mean of the geometric lengths
+#: mean of the geometric distribution
 MEAN = 12
 
 
-def drawn(draw: str | None, seed: int, row: int, most: int) -> int:
-    """Tokens of a row's output, which depend on nothing but these. `draw`: "geometric" with a mean of MEAN before it is
-    cut at `most`, "uniform" from 1, or None: all have the most."""
+def output_length(draw: str | None, seed: int, row: int, most: int) -> int:
+    """The length of a row's output in tokens, at most `most`, as a function of seed and row.
+
+    Args:
+        draw: "geometric" with a mean of MEAN before it is cut, "uniform" from 1, or None for always `most`.
+    """
     if draw is None:
         return most
     random = np.random.default_rng([seed, row])
@@ -38,78 +41,80 @@ def drawn(draw: str | None, seed: int, row: int, most: int) -> int:
 
 
 def random_prompts(rows: int, length: int, shared: int, seed: int) -> list[list[int]]:
-    """Prompts of random tokens, of which the first `shared` are those of all."""
+    """Random prompts; the first `shared` tokens are common to all."""
     random = np.random.default_rng(seed)
     common = random.integers(TOKENS.start, TOKENS.stop, shared).tolist()
     return [common + random.integers(TOKENS.start, TOKENS.stop, length - shared).tolist() for _ in range(rows)]
 
 
 class LotSampler(Sampler):
-    """Ends each row where `length_of` says, as an end-of-sequence token would.
+    """Ends each row at the length that `length_of` gives, as an end-of-sequence token would.
 
     Attributes:
-        row_steps: rows of all decode steps; running: of them, rows that had not ended.
+        row_steps: rows in all decode steps.
+        running: the rows among them that had not ended.
     """
 
     length_of: Callable[[int], int]
-    row_steps = running = 0
+    row_steps = 0
+    running = 0
 
-    def take(self, *args, **named) -> None:
-        """As `Sampler.take`, whatever else a version passes beside the sequences."""
-        sequences = next(each for each in (*args, *named.values()) if isinstance(each, list))
+    def take(self, *args, **kwargs) -> None:
+        """As `Sampler.take`. Versions differ in its other arguments; the sequences are its only list."""
+        sequences = next(each for each in (*args, *kwargs.values()) if isinstance(each, list))
         before = [s for s in sequences if s.finish_reason is None]
         cls = type(self)
         cls.row_steps += sum(len(s.tokens) > 0 for s in sequences)
         cls.running += sum(len(s.tokens) > 0 for s in before)
-        super().take(*args, **named)
+        super().take(*args, **kwargs)
         for s in before:
             if s.finish_reason in (None, "length") and len(s.tokens) >= self.length_of(s.index):
                 s.finish_reason = "stop"
 
 
 def run(job: dict) -> dict:
-    """Figures of the job, and of its outputs a digest."""
+    """The figures of a job, with a digest of its outputs."""
     if job.get("answers"):
         return run_answers(job)
     prompts = random_prompts(job["rows"], job["prompt_len"], job["shared"], job["seed"])
     policy = Policy(**job["policy"])
     h2o_flexgen.llm.Sampler = LotSampler
     LotSampler.length_of = staticmethod(lambda row: job["most"])
-    with opened(job, policy) as llm:
-        # the first block compiles loops and fills caches
+    with open_llm(job, policy) as llm:
+        # warm-up: compiles loops and fills caches
         llm.generate(prompts[: policy.block_size], SamplingParams(max_tokens=2, ignore_eos=True))
-        LotSampler.length_of = staticmethod(lambda row: drawn(job["draw"], job["seed"], row, job["most"]))
-        LotSampler.row_steps = LotSampler.running = 0
+        LotSampler.length_of = staticmethod(lambda row: output_length(job["draw"], job["seed"], row, job["most"]))
+        LotSampler.row_steps = 0
+        LotSampler.running = 0
         begin = time.perf_counter()
         outputs = llm.generate(prompts, SamplingParams(max_tokens=job["most"], ignore_eos=True))
         wall_seconds = time.perf_counter() - begin
         return figures(llm.report, [out.outputs[0].token_ids for out in outputs]) | {"wall_seconds": wall_seconds}
 
 
-def opened(job: dict, policy: Policy) -> LLM:
-    given = dict(dtype=job["dtype"], compute=job["compute"], offload_dir=job["scratch"], progress=False)
-    return LLM(job["model"], policy, **given)
+def open_llm(job: dict, policy: Policy) -> LLM:
+    options = dict(dtype=job["dtype"], compute=job["compute"], offload_dir=job["scratch"], progress=False)
+    return LLM(job["model"], policy, **options)
 
 
 def run_answers(job: dict) -> dict:
-    """As the lm-eval model does: the log-probabilities of several answers to each question, with a full cache. Older
-    versions score the question's tokens too."""
+    """Score several answers to each question with a full cache, as the lm-eval model does. Older versions also score
+    the questions' tokens."""
     questions = random_prompts(job["rows"], job["prompt_len"], 0, job["seed"])
     random = np.random.default_rng([job["seed"], 1])
-    texts = [
-        question + random.integers(TOKENS.start, TOKENS.stop, job["most"]).tolist()
-        for question in questions
-        for _ in range(job["answers"])
-    ]
+    texts = []
+    for question in questions:
+        for _ in range(job["answers"]):
+            texts.append(question + random.integers(TOKENS.start, TOKENS.stop, job["most"]).tolist())
     policy = Policy(**job["policy"])
-    how = {"first_scored": job["prompt_len"]} if "first_scored" in inspect.signature(LLM.score).parameters else {}
-    with opened(job, policy) as llm:
-        llm.score(texts[: policy.block_size], **how)
+    has_option = "first_scored" in inspect.signature(LLM.score).parameters
+    options = {"first_scored": job["prompt_len"]} if has_option else {}
+    with open_llm(job, policy) as llm:
+        llm.score(texts[: policy.block_size], **options)
         begin = time.perf_counter()
-        scores = llm.score(texts, **how)
+        scores = llm.score(texts, **options)
         wall_seconds = time.perf_counter() - begin
-        answers = [score.token_logprobs[-job["most"] :] for score in scores]
-        rounded = [[round(logprob, 1) for logprob in answer] for answer in answers]
+        rounded = [np.round(score.token_logprobs[-job["most"] :], 1).tolist() for score in scores]
         return figures(llm.report, rounded) | {"wall_seconds": wall_seconds}
 
 
@@ -127,20 +132,16 @@ def figures(report: dict, outputs: list[list[int]]) -> dict:
         "row_steps": LotSampler.row_steps,
         "running_share": LotSampler.running / max(1, LotSampler.row_steps),
         "moved_gb": sum(report["bytes_moved"].values()) / 1e9,
-        "peak_over_plan": ratio(report["peak_memory_bytes"], report["planned_memory_bytes"]),
+        "peak_over_plan": in_memory(report["peak_memory_bytes"]) / in_memory(report["planned_memory_bytes"]),
         "lengths": list(map(len, outputs)),
         "digest": hashlib.sha256(json.dumps(outputs).encode()).hexdigest()[:16],
         "report": report,
     }
 
 
-def ratio(peak: dict, planned: dict) -> float:
-    """Of what is in memory, the tier disk left out."""
-
-    def in_memory(tiers: dict) -> Iterable[int]:
-        return (nbytes for tier, nbytes in tiers.items() if tier != "disk")
-
-    return sum(in_memory(peak)) / sum(in_memory(planned))
+def in_memory(nbytes: dict[str, int]) -> int:
+    """Bytes on all tiers but disk."""
+    return sum(nbytes.values()) - nbytes.get("disk", 0)
 
 
 if __name__ == "__main__":

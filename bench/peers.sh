@@ -1,17 +1,18 @@
 #!/usr/bin/env bash
-# Make an environment in FOLDER with the peers' packages, which also sees those of the interpreter PYTHON.
-# ZeRO-Inference compiles its operators when they are first used: a C++ compiler, Python's headers and libaio-dev.
+# Make an environment in FOLDER with the peers' packages, on top of those of the interpreter PYTHON. ZeRO-Inference
+# compiles its operators on first use, which needs a C++ compiler, Python's headers and libaio-dev.
 #
 # bash bench/peers.sh FOLDER
 set -eu
-folder=$1 python=${PYTHON:-python3}
+folder=$1
+python=${PYTHON:-python3}
 "$python" -m venv --clear "$folder"
 ours=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 theirs=$("$folder/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 echo "$ours" > "$theirs/ours.pth"
 install() { "$folder/bin/python" -m pip install --quiet --disable-pip-version-check -c "$(dirname "$0")/../constraints.txt" "$@"; }
 install "setuptools>=77" wheel ninja accelerate
-DS_BUILD_OPS=0 install --no-build-isolation deepspeed  # its operators are built when they are first used
+DS_BUILD_OPS=0 install --no-build-isolation deepspeed  # its operators are built on first use
 if command -v nvidia-smi > /dev/null; then
     install --no-deps flexgen
 fi

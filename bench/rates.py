@@ -1,4 +1,4 @@
-"""What bounds a decode step: how fast the disk gives bytes, and how fast the engine multiplies."""
+"""The two rates that bound a decode step: disk reads and matmuls."""
 
 from __future__ import annotations
 
@@ -18,19 +18,21 @@ from h2o_flexgen.machine.device import as_numpy, open_device
 from h2o_flexgen.storage.disk import DiskIO, File, wait
 
 REQUEST = 64 << 20
-MOST_BYTES = 2 << 30
+MAX_BYTES = 2 << 30
 SECONDS = 3.0
 
 
 def disk_rate(path: Path) -> float:
-    """Bytes per second of a large file read as the engine reads, past the page cache: two requests at a time, so that
-    the disk does not pause between them; again from the start if the file is short."""
-    io, file = DiskIO(), File(path)
+    """Bytes per second at which the engine's reader reads a file, past the page cache and from the start again if it is
+    short. Two requests are in flight, so that the disk never idles."""
+    io = DiskIO()
+    file = File(path)
     request = min(REQUEST, file.size >> 12 << 12)
     buffers = [as_numpy(open_device("cpu").buffer(request)) for _ in range(2)]
-    count, pending = 0, []
+    count = 0
+    pending = []
     begin = time.perf_counter()
-    while count * request < MOST_BYTES and time.perf_counter() - begin < SECONDS:
+    while count * request < MAX_BYTES and time.perf_counter() - begin < SECONDS:
         if len(pending) == 2:
             wait(pending.pop(0))
         pending.append(io.read(file, buffers[count % 2], count % (file.size // request) * request, True))
@@ -44,8 +46,8 @@ def disk_rate(path: Path) -> float:
 
 
 def matmul_rate(shapes: list[tuple[int, int]], dtype: torch.dtype, rows: int) -> float:
-    """Operations per second on the CPU of matmuls of `rows` rows with matrices of these (out, in) shapes, with nothing
-    between them. Of torch.int8 codes are multiplied by the fastest kernel, without making codes of floats."""
+    """Operations per second on the CPU of back-to-back matmuls of `rows` rows with matrices of these (out, in) shapes.
+    With torch.int8 the fastest kernel multiplies codes, and quantising the activations is not timed."""
     if dtype == torch.int8:
         kernel = rates().kernel(INT8, rows)
         weights = [Int8Weight(torch.ones(shape, dtype=dtype), torch.ones(shape[0])) for shape in shapes]

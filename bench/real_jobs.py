@@ -1,12 +1,12 @@
-"""Two jobs as people have them, by ours and by llama-server, from the first row to the last.
+"""Two realistic jobs, run to the end by ours and by llama-server.
 
     python -m bench.real_jobs                                              # both jobs, all systems
     python -m bench.real_jobs chat --system llama-server --places 16 32
     python -m bench.real_jobs --rows FOLDER                                # only write chat.jsonl and label.jsonl
 
-Both run SmolLM2-135M-Instruct in Q4_1, greedily, and rows end where the model ends them. Seconds leave loading out: of
-ours they are those of its report, of llama-server those from the first request to the last answer. What runs is added
-to docs/benchmarks/real_jobs.json, in the place of what ran before with the same setting.
+Both run SmolLM2-135M-Instruct in Q4_1, greedily, and the model ends the rows. Seconds exclude loading: ours are from
+its report, llama-server's from the first request to the last answer. Each run goes to docs/benchmarks/real_jobs.json
+and replaces the previous one with the same settings.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from bench.systems.ours import policy_text
 
 FILE = "real_jobs"
 PLACES = (4, 8, 16, 32, 64)
-#: of ours, on the command line `h2o-flexgen generate`
+#: our systems -> their options of `h2o-flexgen generate`
 OURS = {"ours": "", "ours, int8 matmuls": "--compute int8"}
 SYSTEMS = ("llama-server", *OURS)
-#: what a report of ours may say of the work that was done
+#: counts of work that our report may contain
 WORK = ("computed_tokens", "shared_tokens", "row_steps")
 QUESTIONS = (
     "Explain the Python topic '{}' in one sentence.",
@@ -48,7 +48,7 @@ QUESTIONS = (
 
 @dataclass(frozen=True)
 class RealJob:
-    """A job, and the tokens that a row takes at most, prompt and output."""
+    """A job; `context` is the most tokens, prompt and output, that a row takes."""
 
     about: str
     rows: list[dict]
@@ -56,7 +56,7 @@ class RealJob:
 
 
 def chat(count: int) -> Iterator[dict]:
-    """Short questions, whose answers the model ends at very different lengths."""
+    """Short questions, whose answers vary widely in length."""
     names = sorted(topics)
     for i in range(count):
         question = QUESTIONS[i % len(QUESTIONS)].format(names[i % len(names)])
@@ -64,7 +64,7 @@ def chat(count: int) -> Iterator[dict]:
 
 
 def label(count: int) -> Iterator[dict]:
-    """Texts to label in one word, all behind the same instructions."""
+    """Texts to label with one word, all after the same instructions."""
     names = sorted(topics)
     rules = "You label texts about Python. Rules and an example text follow.\n" + topics["with"][:1500]
     for i in range(count):
@@ -86,29 +86,28 @@ def write_rows(rows: list[dict], path: Path) -> Path:
 
 
 def run_ours(rows: list[dict], flags: str, limit: float, folder: Path) -> dict:
-    """The command line as a user would run it, and as well the seconds of the whole command."""
+    """The figures of our command line, run as users run it, with the seconds of the whole command."""
     report = folder / "report.json"
     outputs = folder / "texts.jsonl"
-    files = {"--input-file": write_rows(rows, folder / "rows.jsonl"), "--output-file": outputs, "--report": report}
+    inputs = write_rows(rows, folder / "rows.jsonl")
     argv = [sys.executable, "-m", "h2o_flexgen", "generate", *flags.split(), "--restart"]
-    for option, path in files.items():
-        argv += [option, str(path)]
-    how = dict(capture_output=True, text=True, cwd=common.ROOT, preexec_fn=die_with_parent)
+    argv += ["--input-file", str(inputs), "--output-file", str(outputs), "--report", str(report)]
     env = os.environ | {"H2O_FLEXGEN_HOME": str(common.data_folder() / "home")}
+    process = dict(env=env, capture_output=True, text=True, cwd=common.ROOT, preexec_fn=die_with_parent)
     begin = time.perf_counter()
     try:
-        done = subprocess.run(argv, timeout=limit, env=env, **how)
+        done = subprocess.run(argv, timeout=limit, **process)
     except subprocess.TimeoutExpired:
         return {"failed": f"no end after {limit:g} s"}
     command_seconds = time.perf_counter() - begin
     if done.returncode:
         return {"failed": f"exit code {done.returncode}: {(done.stderr.strip().splitlines() or [''])[-1]}"}
     texts = [json.loads(line) for line in outputs.read_text().splitlines()]
-    return {"command_seconds": command_seconds} | told(json.loads(report.read_text()), texts)
+    return {"command_seconds": command_seconds} | figures(json.loads(report.read_text()), texts)
 
 
-def told(report: dict, texts: list[dict]) -> dict:
-    """The figures of a job by its report and its output rows.
+def figures(report: dict, texts: list[dict]) -> dict:
+    """The figures of a job, from its report and its output rows.
 
     Raises:
         ValueError: a row has an error.
@@ -125,23 +124,22 @@ def told(report: dict, texts: list[dict]) -> dict:
         "policy": policy_text(report["policy"]),
         "computes_in": report["dtype"],
     }
-    if predicted := report.get("predicted"):  # for the lengths that came
-        found["predicted_over_measured"] = (predicted["prefill_seconds"] + predicted["decode_seconds"]) / found[
-            "seconds"
-        ]
-    return found | {name: value for name in WORK if (value := find(report, name)) is not None}
+    if predicted := report.get("predicted"):  # for the actual output lengths
+        seconds = predicted["prefill_seconds"] + predicted["decode_seconds"]
+        found["predicted_over_measured"] = seconds / found["seconds"]
+    return found | {name: value for name in WORK if (value := find_value(report, name)) is not None}
 
 
-def find(data: dict, name: str) -> object:
-    """A value of a report, wherever in it; None if it has none of this name."""
+def find_value(data: dict, name: str) -> object:
+    """The value of this name at any depth of a report; None if there is none."""
     if name in data:
         return data[name]
-    inner = (find(value, name) for value in data.values() if isinstance(value, dict))
+    inner = (find_value(value, name) for value in data.values() if isinstance(value, dict))
     return next((value for value in inner if value is not None), None)
 
 
 def run(job: RealJob, system: str, options: dict, limit: float, folder: Path) -> dict:
-    """The figures of one run; "failed" says why it died."""
+    """The figures of one run, or why it "failed"."""
     with common.machine_use() as use:
         if system == "llama-server":
             model = checkpoint(DEMO, DEMO_KIND, "bfloat16", common.data_folder())
@@ -155,18 +153,18 @@ def run(job: RealJob, system: str, options: dict, limit: float, folder: Path) ->
 
 
 def record(entry: dict) -> None:
-    """Add a run to the results, instead of one of the same job, system and options. SystemExit as `common.add`."""
-    more = {"python": platform.python_version(), "jobs": {name: job.about for name, job in JOBS.items()}}
-    common.add(FILE, "runs", entry, ("job", "system", "options"), place, more)
+    """Store a run; it replaces one with the same job, system and options. SystemExit as in `common.add_entry`."""
+    extra = {"python": platform.python_version(), "jobs": {name: job.about for name, job in JOBS.items()}}
+    common.add_entry(FILE, "runs", entry, ("job", "system", "options"), order, extra)
 
 
-def place(run: dict) -> tuple[int, int, int]:
-    """Among the results."""
+def order(run: dict) -> tuple[int, int, int]:
+    """Sort key of the results."""
     return list(JOBS).index(run["job"]), SYSTEMS.index(run["system"]), run["options"].get("np", 0)
 
 
 def settings(system: str, places: list[int], is_unified: bool) -> list[dict]:
-    """The options with which a system runs: llama-server once for each number of places."""
+    """The options of each run of a system: llama-server runs once for each number of places."""
     if system != "llama-server":
         return [{}]
     unified = {"kvu": ""} if is_unified else {}
@@ -176,32 +174,32 @@ def settings(system: str, places: list[int], is_unified: bool) -> list[dict]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("job", nargs="*", help=f"{' or '.join(JOBS)} (default: both)")
-    parser.add_argument("--system", action="append", choices=SYSTEMS, help="only this one (may be given again)")
-    parser.add_argument("--places", type=int, nargs="+", default=PLACES, help="of llama-server, tried in turn")
-    parser.add_argument("--kvu", action="store_true", help="llama-server keeps one cache for all its places")
+    parser.add_argument("--system", action="append", choices=SYSTEMS, help="run only this system (repeatable)")
+    parser.add_argument("--places", type=int, nargs="+", default=PLACES, help="of llama-server, one run each")
+    parser.add_argument("--kvu", action="store_true", help="let llama-server share one cache among its places")
     parser.add_argument("--limit", type=float, default=900, help="seconds after which a run counts as dead")
-    parser.add_argument("--rows", type=Path, metavar="FOLDER", help="write the rows there, and run nothing")
+    parser.add_argument("--rows", type=Path, metavar="FOLDER", help="write the rows to FOLDER and run nothing")
     args = parser.parse_args()
     if unknown := [name for name in args.job if name not in JOBS]:
-        parser.error(f"no job is named {unknown[0]}: {', '.join(JOBS)}")
+        parser.error(f"unknown job {unknown[0]}: {', '.join(JOBS)}")
     if args.rows:
         for name, job in JOBS.items():
             print(write_rows(job.rows, args.rows / f"{name}.jsonl"))
         return
     with common.scratch() as folder:
         for system in args.system or SYSTEMS:
-            if system in OURS:  # measures this machine and compiles loops, once
+            if system in OURS:  # warm-up: measures this machine and compiles loops
                 run_ours(JOBS["chat"].rows[:2], OURS[system], args.limit, folder)
             for name in args.job or JOBS:
                 for options in settings(system, args.places, args.kvu):
                     found = run(JOBS[name], system, options, args.limit, folder)
-                    made = {"date": date.today().isoformat(), "commit": common.commit()}
-                    record({"job": name, "system": system, "options": options} | found | made)
-                    told_of = found.get("failed") or "{seconds:.1f} s, {rows_per_s:.2f} rows/s".format(**found)
-                    print(f"{name}, {system} {options or ''}: {told_of}", flush=True)
+                    stamp = {"date": date.today().isoformat(), "commit": common.commit()}
+                    record({"job": name, "system": system, "options": options} | found | stamp)
+                    outcome = found.get("failed") or "{seconds:.1f} s, {rows_per_s:.2f} rows/s".format(**found)
+                    print(f"{name}, {system} {options or ''}: {outcome}", flush=True)
     from bench.tables import provenance, real_jobs
 
-    data = common.stored(FILE)
+    data = common.load_result(FILE)
     print(f"\n{real_jobs(data)}\n\n{provenance(data)}")
 
 
@@ -209,4 +207,4 @@ if __name__ == "__main__":
     try:
         main()
     except KeyboardInterrupt:
-        sys.exit("\nstopped; what ran is kept")
+        sys.exit("\nstopped; completed runs are kept")

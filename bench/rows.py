@@ -1,26 +1,28 @@
-"""The rows of the comparison as data: a model, a cap on memory, the lengths of a job, and the systems that run it."""
+"""The rows of the comparison: a model, a memory cap, the lengths of a job, and the systems that run it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from bench.common import GIB
+
 #: heavy + recent slots over prompt + output, as the H2O paper counts
 BUDGET = 0.2
 #: GiB of a GPU that is sold as 16 GB
 GPU_CAP = 14.9
-GIB = 1 << 30
-#: the real model of the demo, a GGUF file of this type
-DEMO, DEMO_KIND = "SmolLM2-135M", "Q4_1"
+#: the demo's real model, a GGUF file of type DEMO_KIND
+DEMO = "SmolLM2-135M"
+DEMO_KIND = "Q4_1"
 
 
 @dataclass(frozen=True)
 class System:
-    """What runs a row.
+    """A system that runs a row.
 
     Attributes:
-        module: of bench.systems.
-        flags: of ours, on the command line `h2o-flexgen generate`; {hh_ratio} is the row's.
-        kind: of the checkpoint, "safetensors" or a type of GGUF's.
+        module: its module in bench.systems.
+        flags: for ours, options of `h2o-flexgen generate`; {hh_ratio} is replaced by the row's.
+        kind: of the checkpoint, "safetensors" or a GGUF type.
     """
 
     module: str
@@ -32,23 +34,19 @@ class System:
         return self.module == "ours"
 
 
-H2O, INT8 = "--kv-rule h2o --hh-ratio {hh_ratio:g}", "--compute int8"
-PEERS = {
-    "Accelerate": System("accelerate"),
-    "ZeRO-Inference": System("zero_inference"),
-    "FlexGen": System("flexgen"),
-}
-FULL = {"ours, full cache": System("ours")}
+H2O = "--kv-rule h2o --hh-ratio {hh_ratio:g}"
+INT8 = "--compute int8"
+PEERS = {"Accelerate": System("accelerate"), "ZeRO-Inference": System("zero_inference")}
 OURS = {
-    **FULL,
+    "ours, full cache": System("ours"),
     "ours, H2O": System("ours", H2O),
     "ours, H2O + int8": System("ours", f"{H2O} {INT8} --compress-weight int8 --compress-cache int8"),
     "ours, H2O + int4": System("ours", f"{H2O} --compress-weight int4 --compress-cache int4"),
     "ours, H2O + int4, int8 matmuls": System("ours", f"{H2O} {INT8} --compress-weight int4 --compress-cache int4"),
 }
-#: the column of those that add int8 or int4 to what is stored
+#: the column of our systems with int8 or int4
 QUANTISED = "ours, 8 or 4 bits"
-#: of a GGUF file: its weights stream as they are stored
+#: on a GGUF file, whose weights stream in their stored format
 STORED = {
     "ours, full cache": System("ours"),
     "ours, full cache, int8 matmuls": System("ours", INT8),
@@ -58,23 +56,23 @@ STORED = {
 }
 
 
-def of_file(kind: str, systems: dict[str, System]) -> dict[str, System]:
-    """The same systems on a GGUF file, whose type their names end with."""
+def on_gguf(kind: str, systems: dict[str, System]) -> dict[str, System]:
+    """The same systems on a GGUF file; its type is appended to their names."""
     return {f"{name} {kind}": replace(system, kind=kind) for name, system in systems.items()}
 
 
 def column(system: str) -> str:
-    """The column of a system in a table: its name without the type of its file; all of ours that quantise share one."""
+    """The table column of a system: its name without the GGUF type; all of ours that quantise share one."""
     if system.startswith("ours") and "int" in system:
         return QUANTISED
     return system.removesuffix(f" {system.split()[-1]}") if system.split()[-1].startswith("Q") else system
 
 
 OF_GGUF = {"llama.cpp": System("llama_cpp"), **STORED}
-OPT = {name: system for name, system in (PEERS | OURS).items() if name != "FlexGen"}
-LLAMA_1B = {"Accelerate": PEERS["Accelerate"], **of_file("Q4_0", OF_GGUF), **of_file("Q8_0", OF_GGUF)}
-LLAMA_8B = {"Accelerate": PEERS["Accelerate"], **of_file("Q4_0", OF_GGUF)}
-SMOLLM2 = of_file(DEMO_KIND, {"transformers": System("transformers"), **OF_GGUF})
+OPT = PEERS | OURS
+LLAMA_1B = {"Accelerate": PEERS["Accelerate"], **on_gguf("Q4_0", OF_GGUF), **on_gguf("Q8_0", OF_GGUF)}
+LLAMA_8B = {"Accelerate": PEERS["Accelerate"], **on_gguf("Q4_0", OF_GGUF)}
+SMOLLM2 = on_gguf(DEMO_KIND, {"transformers": System("transformers"), **OF_GGUF})
 
 
 @dataclass(frozen=True)
@@ -82,9 +80,9 @@ class Row:
     """One line of the table.
 
     Attributes:
-        cap: GiB of RAM, page cache included, or of the GPU with CUDA; None: all there is.
-        prompts: of our job.
-        limit: seconds after which a run counts as dead: a program over its cap may thrash.
+        cap: GiB of RAM including page cache, or of GPU memory with CUDA; None for no cap.
+        prompts: number of prompts in our job.
+        limit: seconds after which a run counts as dead, since a program over its cap may thrash.
     """
 
     model: str
@@ -99,26 +97,26 @@ class Row:
 
     @property
     def dtype(self) -> str:
-        """Of the checkpoint, and of the peers unless their settings say another."""
+        """Of the checkpoint, and of peers whose settings name no other."""
         return "float16" if self.device == "cuda" else "bfloat16"
 
     @property
     def hh_ratio(self) -> float:
-        """Heavy hitters, and as many recent tokens, as a part of the prompt: BUDGET of all tokens."""
+        """Heavy slots, and equally many recent ones, over prompt tokens, so that both are BUDGET of all tokens."""
         return BUDGET / 2 * (self.prompt_len + self.gen_len) / self.prompt_len
 
     def cap_bytes(self, device: str) -> int | None:
-        """Of a device's memory, if the row caps it."""
+        """The cap on a device's memory, if the row has one."""
         return int(self.cap * GIB) if self.cap is not None and device == self.device else None
 
     def job(self) -> dict:
-        """As results describe it."""
+        """The description that results contain."""
         fields = ("model", "prompt_len", "gen_len", "device", "dtype", "hh_ratio", "prompts")
         return {name: getattr(self, name) for name in fields} | {"cap_gib": self.cap}
 
 
 ON_CPU = {
-    # short prompts: on two cores long ones would measure prefill alone
+    # short prompts, since on two cores long ones would measure little but prefill
     "opt-1.3b 64+256": Row("facebook/opt-1.3b", 1.5, 64, 256, 96, OPT),
     "opt-6.7b 64+64": Row("facebook/opt-6.7b", 8, 64, 64, 64, OPT),
     "llama-1b 128+128": Row("meta-llama/Llama-3.2-1B", 1, 128, 128, 64, LLAMA_1B),
@@ -129,8 +127,8 @@ ON_CPU = {
 
 
 def on_gpu(row: Row, **changes) -> Row:
-    """A row on a GPU under its cap: FlexGen runs OPT, and llama.cpp, which is built for the CPU, does not run."""
-    flexgen = {"FlexGen": PEERS["FlexGen"]} if "opt" in row.model else {}
+    """A row on a capped GPU: with FlexGen for OPT, and without llama.cpp, which is built for the CPU."""
+    flexgen = {"FlexGen": System("flexgen")} if "opt" in row.model else {}
     systems = {name: s for name, s in (flexgen | row.systems).items() if s.module != "llama_cpp"}
     return replace(row, device="cuda", cap=GPU_CAP, systems=systems, **changes)
 
@@ -138,7 +136,7 @@ def on_gpu(row: Row, **changes) -> Row:
 ROWS = {
     **ON_CPU,
     **{f"cuda {name}": on_gpu(row) for name, row in ON_CPU.items() if "uncapped" not in name},
-    # of the H2O paper, whose GPU has 16 GB
+    # from the H2O paper, which used a GPU of 16 GB
     "cuda opt-6.7b 512+32": on_gpu(ON_CPU["opt-6.7b 64+64"], prompt_len=512, gen_len=32, prompts=64),
     "cuda opt-30b 512+32": on_gpu(
         ON_CPU["opt-6.7b 64+64"], model="facebook/opt-30b", prompt_len=512, gen_len=32, prompts=512, runs=1, limit=3600
@@ -150,12 +148,12 @@ ROWS = {
 
 
 def file_name(name: str) -> str:
-    """Of a row's results."""
+    """Name of a row's result file."""
     return f"throughput_{name.replace(' ', '_').replace('+', '_')}"
 
 
 def setting_text(setting: dict) -> str:
-    """The batch of a system, its options, and its output tokens where they are fewer than the row's."""
+    """A system's batch and options, and its output tokens if they are fewer than the row's."""
     tokens = f" gen_len {setting['gen_len']}" if "gen_len" in setting else ""
     options = "".join(f" {name} {value}" for name, value in setting.get("options", {}).items())
     return f"batch {setting['batch']}{options}{tokens}"

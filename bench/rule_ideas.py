@@ -1,9 +1,9 @@
-"""Ideas for better cache rules, all with as many slots, and what each costs in quality.
+"""Measure what ideas for cache rules cost in quality, all with the same number of slots.
 
 python -m bench.rule_ideas TEXT TEXT --output docs/benchmarks/rule_ideas.json
 
-Rules that lost have no place in the package; here they are small classes. Each idea is measured as `h2o-flexgen
-quality` measures: tokens behind a prompt are fed one by one through the engine.
+Rules that lost are small classes here, outside the package. Ideas are measured as in `h2o-flexgen quality`: the tokens
+after a prompt are fed one by one through the engine.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain, islice
 from math import exp
 from pathlib import Path
 from statistics import fmean
@@ -37,7 +38,7 @@ from h2o_flexgen.utils.files import read_json, rounded, to_json, write_text
 
 @dataclass(frozen=True)
 class Grace(MeanAttentionCache):
-    """The mean, with half as many recent tokens protected: new tokens must win their slots sooner."""
+    """The mean with half as many recent tokens protected, so that new tokens must earn their slots sooner."""
 
     name = "mean_short_window"
 
@@ -97,7 +98,7 @@ class LastQuery(FixedRule):
 
 @dataclass(frozen=True)
 class KeyNorm(SmoothedCache):
-    """The smoothed mean over the key's norm: keys with small norms are said to matter most (arXiv 2406.11430)."""
+    """The smoothed mean divided by the key's norm, since keys with small norms matter most (arXiv 2406.11430)."""
 
     name = "key_norm"
 
@@ -107,13 +108,13 @@ class KeyNorm(SmoothedCache):
 
 @dataclass(frozen=True)
 class KeyRarity(SmoothedCache):
-    """The smoothed mean times how far the key points away from the prompt's (after KeyDiff, arXiv 2504.15364)."""
+    """The smoothed mean times how far the key points from the prompt's mean (after KeyDiff, arXiv 2504.15364)."""
 
     name = "key_rarity"
 
     def remember(self, k, v):
         norm = super().remember(k, v)["value_norm"]
-        if k.shape[2] == 1:  # a decode step: of all that came before only this key is known
+        if k.shape[2] == 1:  # a decode step, where no earlier key is known
             return {"value_norm": norm}
         keys = torch.nn.functional.normalize(k.float(), dim=-1)
         mean = torch.nn.functional.normalize(keys.mean(2, keepdim=True), dim=-1)
@@ -121,7 +122,7 @@ class KeyRarity(SmoothedCache):
 
 
 IDEAS = (Grace, MeanValue, Unweighted, RootAge, LastQuery, KeyNorm, KeyRarity)
-#: what is measured: a name for people, and the rule; {} stands for the folder of files of layers
+#: human-readable name -> rule; {} is replaced by the folder of `write_layers`
 TRIED = {
     "H2O: sum of attention (the paper's)": "h2o",
     "mean per query": "mean",
@@ -150,11 +151,15 @@ TRIED = {
 
 
 def write_layers(folder: str, calibrated: dict) -> None:
-    """Files with the losses of layers, for TRIED; of the pyramid such that a layer gets what it should."""
+    """Write the files of layers' losses that TRIED names; the pyramid's losses give lower layers more slots."""
     Path(folder, "calibrated.json").write_text(json.dumps(calibrated))
-    layers, budgets = len(calibrated["losses"]), calibrated["budgets"]
-    falls = [[2.0 ** (-x * layers / (0.1 * (1 + layers - n))) for x in budgets] for n in range(layers)]
-    Path(folder, "pyramid.json").write_text(json.dumps({"budgets": budgets, "losses": falls}))
+    layers = len(calibrated["losses"])
+    budgets = calibrated["budgets"]
+    losses = []
+    for n in range(layers):
+        half_life = 0.1 * (1 + layers - n) / layers
+        losses.append([2.0 ** (-x / half_life) for x in budgets])
+    Path(folder, "pyramid.json").write_text(json.dumps({"budgets": budgets, "losses": losses}))
 
 
 def run(args: argparse.Namespace) -> None:
@@ -176,27 +181,27 @@ def run(args: argparse.Namespace) -> None:
 
 
 def perplexities(llm: LLM, passages: list[list[Passage]]) -> tuple[int, Callable[[], dict]]:
-    """How many tokens are scored, and what scores them all together and returns the perplexity of each text."""
-    together = [passage for each in passages for passage in each]
-    texts, prompt_lens = [p.token_ids for p in together], [p.prompt_len for p in together]
+    """The number of scored tokens, and a job that scores all passages at once and returns each text's perplexity."""
+    together = [*chain(*passages)]
+    texts = [p.token_ids for p in together]
+    prompt_lens = [p.prompt_len for p in together]
 
     def job() -> dict:
         scores = iter(llm.score(texts, prompt_lens))
-        logprobs = [[x for _ in each for x in next(scores).token_logprobs] for each in passages]
-        return {"perplexities": [exp(-fmean(each)) for each in logprobs]}
+        found = []
+        for each in passages:
+            logprobs = chain.from_iterable(score.token_logprobs for score in islice(scores, len(each)))
+            found.append(exp(-fmean(logprobs)))
+        return {"perplexities": found}
 
     return sum(map(len, texts)) - sum(prompt_lens), job
 
 
-def make_parser() -> argparse.ArgumentParser:
+if __name__ == "__main__":
     parser = Parser("python -m bench.rule_ideas", "Measure ideas for cache rules.")
     parser.add_argument("texts", nargs="+", metavar="TEXT")
     parser.add_argument("--slots", type=int, default=204)
     parser.add_argument("--windows", type=int, default=8)
-    parser.add_argument("--layers", required=True, help="by h2o-flexgen calibrate --output FILE")
+    parser.add_argument("--layers", required=True, help="output of h2o-flexgen calibrate")
     parser.add_argument("--output", required=True)
-    return parser
-
-
-if __name__ == "__main__":
-    sys.exit(execute(make_parser(), run))
+    sys.exit(execute(parser, run))

@@ -1,8 +1,8 @@
-"""How long a decode step takes with each cache rule, beside H2O's.
+"""Time a decode step with each cache rule, relative to H2O's.
 
 python -m bench.rule_steps --output docs/benchmarks/rule_steps.json
 
-All rules have as many slots, and run in turn in one process, so that noise meets them alike.
+All rules have the same number of slots and take turns in one process, so that noise affects them equally.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import sys
 from collections import defaultdict
 from statistics import median
 
+import torch
+
 from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams
 from h2o_flexgen.commands.main import execute
 from h2o_flexgen.commands.options import Parser
@@ -20,13 +22,15 @@ from h2o_flexgen.formats import dtype_name
 from h2o_flexgen.kv_cache import RULES
 from h2o_flexgen.utils.files import rounded, to_json, write_text
 
-#: sequences, tokens of their prompts, and decode steps that are timed
-SEQUENCES, PROMPT, STEPS = 8, 224, 32
+#: sequences, tokens of a prompt, timed decode steps
+SEQUENCES = 8
+PROMPT = 224
+STEPS = 32
 
 
 def run(args: argparse.Namespace) -> None:
     seconds = defaultdict(list)
-    prompts = [[1 + (7 * n + m) % 1000 for m in range(PROMPT)] for n in range(SEQUENCES)]
+    prompts = (1 + torch.arange(PROMPT) + 7 * torch.arange(SEQUENCES)[:, None]).tolist()
     params = SamplingParams(max_tokens=STEPS + 1, ignore_eos=True)
     heavy = args.slots // 2
     with LLM(policy=Policy(gpu_batch_size=SEQUENCES), progress=False) as llm:
@@ -42,13 +46,9 @@ def run(args: argparse.Namespace) -> None:
     write_text("--output", args.output, to_json(rounded(result, 4)) + "\n")
 
 
-def make_parser() -> argparse.ArgumentParser:
+if __name__ == "__main__":
     parser = Parser("python -m bench.rule_steps", "Time a decode step with each cache rule.")
     parser.add_argument("--slots", type=int, default=204)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--output", required=True)
-    return parser
-
-
-if __name__ == "__main__":
-    sys.exit(execute(make_parser(), run))
+    sys.exit(execute(parser, run))

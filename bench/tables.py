@@ -2,7 +2,7 @@
 
     python -m bench.tables [--check]
 
-A table stands between `<!-- table NAME -->` and `<!-- end -->`. `--check` only reports whether they are up to date.
+Tables are between `<!-- table NAME -->` and `<!-- end -->`. `--check` only reports whether they are up to date.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import exp
 
-from bench.common import RESULTS, ROOT, stored
+from bench.common import RESULTS, ROOT, load_result
 from bench.rows import QUANTISED, ROWS, column, file_name, setting_text
 from h2o_flexgen.kv_cache.layers import LayerLosses
 
@@ -26,11 +26,12 @@ class Table:
     """A table as data.
 
     Attributes:
-        columns: header -> format string of a cell, filled from a row; a cell whose row lacks a value stays empty.
-        rows: the key of the rows in the result, or what makes them of it.
-        file: the result, where its name is not the table's.
-        above: a line above the table, a format string of the result; below: one below it, made of the result.
-        has_source: whether the machine, the date and the command stand below.
+        columns: header -> format string of a cell, filled from a row; it stays empty if the row lacks a value.
+        rows: the key of the rows in the result, or a function that makes them from it.
+        file: the name of the result, if it is not the table's.
+        above: a line above the table, a format string filled from the result.
+        below: makes the text below the table from the result.
+        has_source: whether the machine, the date and the command follow.
     """
 
     columns: dict[str, str]
@@ -56,7 +57,10 @@ def markdown(header: list[str], rows: list[list[str]]) -> str:
 
 
 def columns(rows: list[dict], templates: dict[str, str]) -> str:
-    return markdown(list(templates), [[cell(template, row) for template in templates.values()] for row in rows])
+    lines = []
+    for row in rows:
+        lines.append([cell(template, row) for template in templates.values()])
+    return markdown(list(templates), lines)
 
 
 def cell(template: str, row: dict) -> str:
@@ -76,15 +80,14 @@ def version_text(data: dict) -> str:
 
 
 def command_text(data: dict) -> str:
-    """The command of a result, and the last commit that has it if it is gone."""
+    """The command of a result, with the last commit that had it if it is gone."""
     commit = re.match(r"git show (\w+):", data.get("raw", ""))
     return f"`{data['command']}`" + (f" (at commit {commit[1]})" if commit else "")
 
 
 def provenance(data: dict) -> str:
     """The machine, versions, date and command of a result."""
-    cap = f", capped at {data['cap_gib']:g} GiB with page cache" if data.get("cap_gib") else ""
-    return f"{machine_text(data['machine'])}{cap}; {version_text(data)}; {data['date']}; {command_text(data)}"
+    return f"{machine_text(data['machine'])}; {version_text(data)}; {data['date']}; {command_text(data)}"
 
 
 def job_text(job: dict) -> str:
@@ -102,9 +105,9 @@ def is_ours(system: str) -> bool:
     return system.startswith("ours")
 
 
-# the comparison with other systems: of all its results
+# the comparison with other systems: tables of all its results
 
-#: of the table of all rows; a column that no row has is left out
+#: columns of the table of all rows; those that no row has are left out
 SYSTEMS = ["transformers", "Accelerate", "ZeRO-Inference", "FlexGen", "llama.cpp", "ours, full cache", "ours, H2O"]
 SYSTEMS += [QUANTISED]
 DETAILS = {
@@ -130,7 +133,7 @@ POLICIES = {
     "decode is bound by": "{bound_by}",
     "of that bound": "{share_of_bound:.0%}",
 }
-#: of README's table
+#: columns of the README's table
 RESULTS_COLUMNS = {
     "job": "{job}",
     "memory": "{memory}",
@@ -139,7 +142,7 @@ RESULTS_COLUMNS = {
     "ours, int8 matmuls or 4 bits": "{quantised}",
     "gain": "{gain}",
 }
-#: factors that were aimed at: (row, system, over which other one, factor)
+#: target factors: row, system, the system it is compared with, factor
 AIMS = [
     ("opt-1.3b 64+256", "ours, H2O + int8", "ours, H2O", 2),
     ("opt-6.7b 64+64", "ours, H2O + int8", "ours, H2O", 2),
@@ -156,13 +159,13 @@ AIMS = [
 
 
 def rows_measured() -> list[dict]:
-    """The results of all rows except those that try out the benchmark."""
-    found = [stored(file_name(name)) for name in ROWS if not name.startswith("tiny ")]
+    """The results of all rows except those that test the benchmark itself."""
+    found = [load_result(file_name(name)) for name in ROWS if not name.startswith("tiny ")]
     return [data for data in found if data]
 
 
 def systems_of(rows: list[dict]) -> list[dict]:
-    """What is known of each system of each row, with its name and the job."""
+    """The figures of each system of each row, with its name and the job."""
     found = []
     for data in rows:
         job = f"{job_text(data['job'])}, cap {cap_text(data['job'])}"
@@ -171,7 +174,7 @@ def systems_of(rows: list[dict]) -> list[dict]:
 
 
 def best(data: dict) -> dict[str, tuple[float, str]]:
-    """Tokens/s of every column of a row that ran to the end, of the fastest of its files, and that system."""
+    """Column -> tokens/s and name of its fastest system that ran to the end."""
     found: dict[str, tuple[float, str]] = {}
     for name, s in data["systems"].items():
         if s["runs"]:
@@ -180,7 +183,7 @@ def best(data: dict) -> dict[str, tuple[float, str]]:
 
 
 def gain(data: dict) -> float | None:
-    """The fastest of ours over the fastest other system."""
+    """The rate of our fastest system over the fastest peer's."""
     ours = [rate for name, (rate, _) in best(data).items() if is_ours(name)]
     peers = [rate for name, (rate, _) in best(data).items() if not is_ours(name)]
     return max(ours) / max(peers) if ours and peers else None
@@ -191,10 +194,11 @@ def gain_text(data: dict) -> str:
 
 
 def throughput(rows: list[dict]) -> str:
-    """A line for each row: median tokens/s of every system, in brackets its batch, the type of its file, and what
-    is quantised. Rows on a GPU are left out: no batch of their peers was ever tried against another."""
+    """A line for each row: every system's median tokens/s, with its batch, GGUF type and quantisation in brackets. Rows
+    on a GPU are left out, since no other batches of their peers were tried."""
     rows = [data for data in rows if data["job"]["device"] == "cpu"]
-    shown = [name for name in SYSTEMS if any(name in map(column, data["systems"]) for data in rows)]
+    measured = set().union(*(map(column, data["systems"]) for data in rows))
+    shown = [name for name in SYSTEMS if name in measured]
     lines = []
     for data in rows:
         found = best(data)
@@ -219,12 +223,12 @@ def throughput_details(rows: list[dict]) -> str:
 
 
 def throughput_ours(rows: list[dict]) -> str:
-    """Our policies, and how near they come to what was predicted and to what bounds them."""
+    """Our policies, and how close they come to the prediction and to their lower bound."""
     return columns([s for s in systems_of(rows) if "policy" in s], POLICIES)
 
 
-def where(data: dict) -> str:
-    """The machine of a row's results, versions, days and command."""
+def row_provenance(data: dict) -> str:
+    """The machine, versions, days and command of a row's results."""
     days = sorted({day for s in data["systems"].values() for day in s["dates"]})
     known = version_text(data)
     others = dict.fromkeys(s["version"] for s in data["systems"].values() if s.get("version", known) not in known)
@@ -235,11 +239,11 @@ def where(data: dict) -> str:
 
 def throughput_machines(rows: list[dict]) -> str:
     header = ["job", "machine; versions; days; command"]
-    return markdown(header, [[job_text(data["job"]), where(data)] for data in rows])
+    return markdown(header, [[job_text(data["job"]), row_provenance(data)] for data in rows])
 
 
 def aims(rows: list[dict]) -> str:
-    """How far the factors that were aimed at were reached, where both systems ran to the end."""
+    """Targets and the factors reached, where both systems ran to the end."""
     by_name = {data["row"]: data for data in rows}
     lines = []
     for row, ours, other, aim in AIMS:
@@ -253,22 +257,21 @@ def aims(rows: list[dict]) -> str:
 
 
 def results(rows: list[dict]) -> str:
-    """What users get: two real jobs in rows/s, and the jobs of models larger than memory in tokens/s."""
+    """The README's table: two real jobs in rows/s, and models larger than memory in tokens/s."""
     found = []
-    data = stored("real_jobs")
+    data = load_result("real_jobs")
     ram = f"{data['machine']['ram_gib']:g} GiB, all fits"
     for job, about in data["jobs"].items():
         runs = {run["system"]: (run["rows_per_s"], "") for run in fastest(data, job)}
         found.append(result_line(f"SmolLM2-135M: {about}", ram, "rows/s", runs))
     for row in rows:
         if row["job"]["device"] == "cpu" and row["job"]["cap_gib"]:
-            runs = {name: (rate, system) for name, (rate, system) in best(row).items()}
-            found.append(result_line(f"{job_text(row['job'])} tokens", cap_text(row["job"]), "tokens/s", runs))
+            found.append(result_line(f"{job_text(row['job'])} tokens", cap_text(row["job"]), "tokens/s", best(row)))
     return columns(found, RESULTS_COLUMNS)
 
 
 def result_line(job: str, memory: str, unit: str, rates: dict[str, tuple[float, str]]) -> dict:
-    """`rates`: {column: (rate, system)}; of ours the best in floats, and the best with int8 matmuls or fewer bits."""
+    """A line with the best peer, our best in floats, and our best quantised; `rates`: column -> (rate, system)."""
     floats = ("ours", "ours, full cache", "ours, H2O")
     peer = max((rate, name) for name, (rate, _) in rates.items() if not is_ours(name))
     exact = max((rates[name][0] for name in floats if name in rates), default=0.0)
@@ -278,22 +281,22 @@ def result_line(job: str, memory: str, unit: str, rates: dict[str, tuple[float, 
 
 
 OF_ALL_ROWS = {
-    made.__name__: made
-    for made in (throughput, throughput_details, throughput_ours, throughput_machines, aims, results)
+    function.__name__: function
+    for function in (throughput, throughput_details, throughput_ours, throughput_machines, aims, results)
 }
 
 
-# one result each: its rows
+# the rows of a table of one result
 
 
 def headline(data: dict) -> str:
-    """What the command of README's headline gave, and how long it took as a whole."""
+    """The result of the README's command, and how long it took altogether."""
     minutes = f"{data['about']}: {data['seconds'] / 60:.1f} minutes."
     return "\n\n".join([throughput_details([data]), minutes, provenance(data)])
 
 
 def settings_of_peers(data: dict) -> list[dict]:
-    """What peers ran with, and what else was tried."""
+    """The settings of peers, and the others that were tried."""
     found = []
     for name, systems in data["rows"].items():
         for system, s in systems.items():
@@ -320,9 +323,9 @@ def stream_windows(data: dict) -> list[dict]:
 
 
 def stream_ends(fresh: dict) -> list[dict]:
-    """The last two windows of a long stream beside those of one that began later."""
+    """The last two windows of a long stream, and of one that began shortly before them."""
     found = []
-    for name, data in (("from the beginning", stored("stream_long")), ("begun 4,096 tokens before them", fresh)):
+    for name, data in (("from the beginning", load_result("stream_long")), ("begun 4,096 tokens before them", fresh)):
         last = data["windows"][-2:]
         perplexity = exp(-sum(w["logprob"] for w in last) / sum(w["scored"] for w in last))
         found.append({"stream": name, "tokens": last[-1]["tokens"], "perplexity": perplexity})
@@ -330,7 +333,7 @@ def stream_ends(fresh: dict) -> list[dict]:
 
 
 def layer_slots(data: dict) -> list[dict]:
-    """The slots of each layer that a calibration comes to."""
+    """The slots of each layer according to a calibration."""
     known = LayerLosses(data["budgets"], data["losses"])
     found = []
     for slots in (102, 204):
@@ -357,7 +360,7 @@ def losses_by_budget(data: dict) -> list[dict]:
 
 
 def rouge_of_summaries(data: dict) -> list[dict]:
-    """How near the summaries under KV budgets come to the full cache's own."""
+    """How close summaries under KV budgets come to the full cache's."""
     found = []
     for row in data["rows"]:
         scores = {f"rouge_{n}": x for n, x in row["rouge"]["full_cache"]["rouge-score"].items()}
@@ -378,7 +381,7 @@ def command_line(data: dict) -> str:
 
 
 def figures_of_analysis(data: dict) -> list[dict]:
-    """The figures of `h2o-flexgen analyse`: in all, and by layer."""
+    """The figures of `h2o-flexgen analyse`: overall, and the range over layers."""
     ranks = data["ranks"]
     fit = ranks["fit"]
     words = {name: each["spearman"] for name, each in data["words"]["correlation"].items()}
@@ -413,7 +416,7 @@ def losses_of_analysis(data: dict) -> str:
 
 
 def fastest(data: dict, job: str) -> list[dict]:
-    """Of the runs of a job that ran to the end, the fastest of each system."""
+    """Each system's fastest run of a job that ran to the end."""
     found: dict[str, dict] = {}
     for run in data["runs"]:
         if run["job"] == job and "failed" not in run and run["seconds"] <= found.get(run["system"], run)["seconds"]:
@@ -422,7 +425,7 @@ def fastest(data: dict, job: str) -> list[dict]:
 
 
 def places_text(run: dict) -> str:
-    """Of llama-server's options, or the policy of ours."""
+    """The places of llama-server, or our policy."""
     if "policy" in run:
         return run["policy"]
     return f"{run['options']['np']} places" + (", one cache" if "kvu" in run["options"] else "")
@@ -441,7 +444,7 @@ def fastest_runs(data: dict) -> list[dict]:
 
 
 def gains_of_real_jobs(data: dict) -> str:
-    """How the fastest of ours compares, and which llama-server that is."""
+    """The gains of our fastest system, and the version of llama-server."""
     gains = []
     for job in data["jobs"]:
         ours = [run["rows_per_s"] for run in fastest(data, job) if is_ours(run["system"])]
@@ -467,7 +470,7 @@ def settings_tried(data: dict) -> list[dict]:
 
 
 def against_older(data: dict) -> list[dict]:
-    """An older version beside this one: medians, and the median of the pairs' ratios."""
+    """The medians of two versions, and the median and range of the pairs' ratios."""
     forms = {"tokens_per_s": "{:.1f}", "running_share": "{:.0%}", "moved_gb": "{:.1f}"}
     found = []
     for row in data["rows"]:
@@ -551,11 +554,7 @@ TABLES = {
         stream_windows,
     ),
     "stream_fresh": Table(
-        {
-            "stream": "{stream}",
-            "tokens at its end": "{tokens}",
-            "perplexity of the last 8,192": "{perplexity:.2f}",
-        },
+        {"stream": "{stream}", "tokens at its end": "{tokens}", "perplexity of the last 8,192": "{perplexity:.2f}"},
         stream_ends,
     ),
     "format_rates": Table(
@@ -644,7 +643,7 @@ TABLES = {
             "CPU s per GB": "{alone_cpu_seconds_per_gb:.2f}",
             "beside compute, GB/s": "{beside_compute_gb_per_s:.2f}",
             "compute rate left": "{compute_rate_beside_reads:.0%}",
-        },
+        }
     ),
     "search_papers": Table(
         {
@@ -691,11 +690,10 @@ TABLES = {
         file="real_jobs",
     ),
 }
-#: texts that are no plain table, by name: their file, and what makes them
-TEXTS = {
-    "headline": ("headline", headline),
-    "opt-30b-searched": ("opt-30b-searched", command_line),
-}
+#: tables of several results, by the first word of their name
+FAMILIES = {"quality": QUALITY, "summaries": SUMMARIES, "versions": VERSIONS}
+#: texts that are not plain tables: name -> file, function
+TEXTS = {"headline": ("headline", headline), "opt-30b-searched": ("opt-30b-searched", command_line)}
 
 
 def table(name: str) -> str:
@@ -703,23 +701,22 @@ def table(name: str) -> str:
     if name in OF_ALL_ROWS:
         return OF_ALL_ROWS[name](rows_measured())
     if name in TEXTS:
-        file, made = TEXTS[name]
+        file, render = TEXTS[name]
     else:
-        shape = {"quality": QUALITY, "summaries": SUMMARIES, "versions": VERSIONS}.get(
-            name.partition("_")[0]
-        ) or TABLES[name]
-        file, made = shape.file or name, shape.text
-    data = stored(file)
-    return made(data) if data else f"(not measured yet: docs/benchmarks/{file}.json)"
+        shape = FAMILIES.get(name.partition("_")[0]) or TABLES[name]
+        file = shape.file or name
+        render = shape.text
+    data = load_result(file)
+    return render(data) if data else f"(not measured yet: docs/benchmarks/{file}.json)"
 
 
 def fill(text: str) -> str:
-    """A document with its tables written again."""
-    made = lambda match: f"<!-- table {match[1]} -->\n{table(match[1])}\n<!-- end -->"
-    return re.sub(r"<!-- table (\S+) -->.*?<!-- end -->", made, text, flags=re.S)
+    """A document with its tables rewritten."""
+    new_table = lambda match: f"<!-- table {match[1]} -->\n{table(match[1])}\n<!-- end -->"
+    return re.sub(r"<!-- table (\S+) -->.*?<!-- end -->", new_table, text, flags=re.S)
 
 
-def unshown() -> set[str]:
+def unused_results() -> set[str]:
     """Results that no document shows."""
     shown = {name for path in DOCUMENTS for name in re.findall(r"<!-- table (\S+) -->", path.read_text())}
     files = {path.stem for path in RESULTS.glob("*.json") if not path.stem.startswith("quick_")}
@@ -730,12 +727,12 @@ def main() -> int:
     stale = [path for path in DOCUMENTS if path.read_text() != fill(path.read_text())]
     if "--check" in sys.argv:
         problems = [f"{path.name}: tables are stale" for path in stale]
-        problems += [f"no document shows docs/benchmarks/{name}.json" for name in sorted(unshown())]
+        problems += [f"no document shows docs/benchmarks/{name}.json" for name in sorted(unused_results())]
         print("\n".join(problems) or "up to date")
         return bool(problems)
     for path in stale:
         path.write_text(fill(path.read_text()))
-        print(f"{path.name}: tables are written from {RESULTS.relative_to(ROOT)}")
+        print(f"{path.name}: rewrote its tables from {RESULTS.relative_to(ROOT)}")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The figures of docs/analysis.md: the demo model on Python's language reference. Needs matplotlib (extra `plot`).
+"""Make the figures of docs/analysis.md from the demo model and Python's language reference. Needs the extra `plot`.
 
 Results go to docs/benchmarks/analysis_smollm2.json and docs/analysis.png.
 """
@@ -19,7 +19,7 @@ from bench import common  # noqa: E402
 from h2o_flexgen.commands.main import run_command  # noqa: E402
 
 PLOT = ROOT / "docs" / "analysis.png"
-#: of the plot: a quarter of the bytes, to be kept in the repository
+#: a palette that makes the plot's file a quarter as large
 COLOURS = 64
 
 

@@ -1,4 +1,4 @@
-"""The policy search against the policies and throughputs that FlexGen and H2O published for a T4.
+"""Compare predictions of the policy search with the throughputs that FlexGen and H2O published for a T4.
 
 The result goes to docs/benchmarks/search_papers.json.
 """
@@ -24,7 +24,8 @@ from h2o_flexgen.policy import KVBudget, Policy  # noqa: E402
 T4 = ROOT / "policies" / "hardware" / "t4-16gb.json"
 TIERS = ("gpu", "cpu", "disk")
 
-#: source, model, prompt, output, hh-ratio, gpu batch size, batches, percent, attention on the CPU, tokens/s
+#: source, model, prompt length, output length, hh-ratio, GPU batch size, batches, percent, attention on the CPU,
+#: published tokens/s
 PAPERS = [
     ("FlexGen", "opt-30b", 512, 32, None, 48, 3, (20, 80, 0, 100, 0, 100), True, 7.32),
     ("FlexGen", "opt-175b", 512, 32, None, 32, 8, (0, 50, 0, 0, 0, 100), False, 0.69),
@@ -38,13 +39,12 @@ PAPERS = [
 ]
 
 
-def search(model: str, prompts: tuple[int, int], gen_len: int, ratio: float | None, profile: Profile) -> Search:
-    """The search for one block of `prompts`: how many, and their length."""
-    count, length = prompts
+def search(model: str, count: int, prompt_len: int, gen_len: int, ratio: float | None, profile: Profile) -> Search:
+    """The search for one block of `count` prompts."""
     spec = named_spec(model)
     resources = Resources.of(profile, dict.fromkeys(TIERS))
     data = ModelData.of(spec, profile.dtype, "float16", cuda=profile.device == "cuda")
-    workload = Workload((length,) * count, gen_len)
+    workload = Workload((prompt_len,) * count, gen_len)
     budget = None if ratio is None else KVBudget.from_ratio(ratio)
     rule = rule_for(budget, workload.longest, workload.gen_len, spec)
     return Search(profile, data.shapes(rule, workload), workload, resources, Constraints(one_block=True))
@@ -54,7 +54,7 @@ def main() -> None:
     profile = Profile.from_file(T4)
     rows = []
     for source, model, prompt, gen, ratio, size, batches, percent, on_cpu, published in PAPERS:
-        found = search(model, (size * batches, prompt), gen, ratio, profile)
+        found = search(model, size * batches, prompt, gen, ratio, profile)
         guess = found.candidate(Policy(size, batches, percent, True, on_cpu)).prediction
         row = {"source": source, "model": model, "prompt_len": prompt, "gen_len": gen, "hh_ratio": ratio}
         row |= {"policy": f"{size} x {batches}, {' '.join(map(str, percent))}", "published_tokens_per_s": published}

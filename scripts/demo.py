@@ -1,5 +1,5 @@
-"""What the engine does, in one minute: questions and summaries by a small chat model with a KV cache of fixed size, two
-answers with the full cache beside them, and what evicting costs.
+"""A demo of one minute: a small chat model answers questions and summarises texts with a KV cache of fixed size. The
+summaries are repeated with the full cache, and the perplexity of both is printed.
 """
 
 from __future__ import annotations
@@ -12,17 +12,15 @@ from statistics import fmean
 from h2o_flexgen import LLM, KVBudget, SamplingParams
 from h2o_flexgen.jobs.input import builtin_prompts
 
-QUESTIONS = (
-    "What is the capital of France?",
-    "Why is the sky blue?",
-    "Give me a tip for better sleep.",
-)
-#: topics of Python's language reference, which every Python has
+QUESTIONS = ("What is the capital of France?", "Why is the sky blue?", "Give me a tip for better sleep.")
+#: topics of the language reference that ships with Python
 TEXTS = ("with", "exceptions")
-#: texts to score, and their tokens: a prompt, and those behind it, which are fed one by one
-PASSAGES, PROMPT, SCORED = 8, 256, 64
+#: passages to score, tokens of their prompts, and scored tokens, which are fed one by one
+PASSAGES = 8
+PROMPT = 256
+SCORED = 64
 PARAMS = SamplingParams(max_tokens=40)
-#: the same text on every processor, where 16-bit types round differently
+#: fp32, since 16-bit types round differently from one processor to the next
 OPTIONS = {"dtype": "float32", "progress": False}
 
 

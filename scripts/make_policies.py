@@ -1,5 +1,5 @@
-"""Search the policies of OPT-6.7B, 30B and 175B on the papers' T4 anew, at the papers' three lengths, with and without
-H2O, and write them to policies/."""
+"""Search policies for OPT-6.7B, 30B and 175B on the papers' T4, at the papers' three lengths, with and without H2O, and
+write them to policies/."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ sys.path.insert(0, str(ROOT))
 
 from h2o_flexgen.commands.main import run_command  # noqa: E402
 
-#: output tokens: the ratio that makes heavy + recent 20 % of prompt + output, as the H2O paper counts
+#: output tokens -> the ratio at which heavy + recent slots are 20 % of prompt + output, as in the H2O paper
 LENGTHS = {32: 0.1, 512: 0.2, 1024: 0.3}
 
 

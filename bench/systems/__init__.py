@@ -1,8 +1,8 @@
-"""Every system of the comparison, one a file: its `command(job)`, which runs in `job.scratch` under the cap, and what
-`result(job, printed)` reads of it: seconds of `prefill` and `decode`, the `lowest_tier` (GPU, RAM, disk) that it read
-from, its `version`, and more that the tables show.
+"""The systems of the comparison, one per file. `command(job)` gives the command line to run under the cap, and
+`result(job, printed)` reads what it left: seconds of `prefill` and `decode`, the `lowest_tier` (GPU, RAM, disk) that
+held data, the `version`, and more for the tables.
 
-A peer in Python has `PACKAGE` and `run(job) -> dict` instead, for a process in the peers' environment (bench.job).
+Peers in Python define `PACKAGE` and `run(job) -> dict` instead; bench.job runs them in the peers' environment.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from types import ModuleType
 from bench.job import Job
 
 
-def built(name: str, proof: str = "ready") -> Path:
-    """The folder that bench/NAME.sh fills once. `proof`: a file without which it is not filled yet."""
+def ensure_built(name: str, proof: str = "ready") -> Path:
+    """The folder that bench/NAME.sh fills. The script runs unless the file `proof` exists there."""
     from bench.common import ROOT, data_folder
 
     folder = data_folder() / name
     if not (folder / proof).exists():
-        print(f"bench/{name}.sh runs (minutes, once)", flush=True)
+        print(f"running bench/{name}.sh (minutes, once)", flush=True)
         env = os.environ | {"PYTHON": sys.executable}
         if subprocess.run(["bash", ROOT / "bench" / f"{name}.sh", folder], env=env).returncode:
-            sys.exit(f"error: bench/{name}.sh failed: see what it printed, and what it needs")
+            sys.exit(f"error: bench/{name}.sh failed: see its output above, and its requirements in the script")
     return folder
 
 
 def command(job: Job) -> list[str]:
     if hasattr(system(job), "command"):
         return system(job).command(job)
-    return [str(built("peers") / "bin" / "python"), "-m", "bench.job", str(Path(job.scratch) / "job.json")]
+    return [str(ensure_built("peers") / "bin" / "python"), "-m", "bench.job", str(Path(job.scratch) / "job.json")]
 
 
 def result(job: Job, printed: str) -> dict:

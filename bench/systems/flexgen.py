@@ -1,5 +1,5 @@
-"""FlexGen's own package through its Python API, CUDA only: all on the GPU, without overlap, if the weights leave room
-there, and otherwise placed as its paper (arXiv 2303.06865) places OPT-30B on a GPU of 16 GB.
+"""FlexGen's own package through its Python API, CUDA only. If the weights fit, everything is on the GPU, without
+overlap; otherwise the placement is the paper's (arXiv 2303.06865) for OPT-30B on a GPU of 16 GB.
 
 Options: "cpu_attention" (default true where weights are offloaded).
 """
@@ -15,8 +15,8 @@ from bench.job import Job
 
 PACKAGE = "flexgen"
 
-#: the names of `--percent`'s numbers in FlexGen's policy
-SHARES = [f"{what}_{where}_percent" for what in ("w", "cache", "act") for where in ("gpu", "cpu")]
+#: FlexGen's names of the numbers of `--percent`
+SHARES = [f"{data}_{device}_percent" for data in ("w", "cache", "act") for device in ("gpu", "cpu")]
 
 
 def run(job: Job) -> dict:
@@ -27,16 +27,16 @@ def run(job: Job) -> dict:
     from flexgen.timer import timers
     from flexgen.utils import ExecutionEnv
 
-    theirs = json.loads((Path(job.model) / "config.json").read_text())
+    sizes = json.loads((Path(job.model) / "config.json").read_text())
     config = OptConfig(
         name="checkpoint",
-        max_seq_len=theirs["max_position_embeddings"],
-        num_hidden_layers=theirs["num_hidden_layers"],
-        hidden_size=theirs["hidden_size"],
-        n_head=theirs["num_attention_heads"],
-        input_dim=theirs["hidden_size"],
-        ffn_embed_dim=theirs["ffn_dim"],
-        vocab_size=theirs["vocab_size"],
+        max_seq_len=sizes["max_position_embeddings"],
+        num_hidden_layers=sizes["num_hidden_layers"],
+        hidden_size=sizes["hidden_size"],
+        n_head=sizes["num_attention_heads"],
+        input_dim=sizes["hidden_size"],
+        ffn_embed_dim=sizes["ffn_dim"],
+        vocab_size=sizes["vocab_size"],
         dtype=np.float16,
     )
     on_gpu = job.checkpoint_bytes < 0.85 * (job.gpu_bytes or math.inf)
@@ -73,7 +73,7 @@ def run(job: Job) -> dict:
 
 
 def numpy_weights(model: Path, scratch: Path) -> Path:
-    """A copy of a checkpoint as FlexGen reads it: one .npy file per parameter, without that ending."""
+    """A copy of a checkpoint as FlexGen reads it: one .npy file per parameter, without the suffix."""
     import numpy as np
     from safetensors import safe_open
 

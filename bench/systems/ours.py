@@ -1,4 +1,4 @@
-"""h2o_flexgen's command line, with the policy that its search finds for the job. Nothing warms it up."""
+"""h2o_flexgen's command line with the policy that its search finds for the job, without a warm-up."""
 
 from __future__ import annotations
 
@@ -27,18 +27,21 @@ def command(job: Job) -> list[str]:
     (scratch / "prompts.jsonl").write_text("\n".join(rows))
     argv = f"-m h2o_flexgen.flex_opt --ignore-eos --gen-len {job.gen_len} --device {job.device} {job.flags}"
     argv += f" --gpu-mem {job.gpu_bytes / 2**30:g}" if job.gpu_bytes else ""
-    files = {"--model": job.model, "--input-file": scratch / "prompts.jsonl", "--report": scratch / "report.json"}
-    files |= {"--offload-dir": scratch}
-    if job.device == "cpu":  # the rate of a shared disk changes: it is measured right before a run and right after
+    files = ["--model", job.model, "--input-file", str(scratch / "prompts.jsonl")]
+    files += ["--report", str(scratch / "report.json"), "--offload-dir", str(scratch)]
+    if job.device == "cpu":  # the rate of a shared disk varies: it is measured right before a run and right after
         (scratch / "disk_rate").write_text(str(disk_rate(_largest_file(job))))
-    return [sys.executable, *shlex.split(argv), *(str(word) for pair in files.items() for word in pair)]
+    return [sys.executable, *shlex.split(argv), *files]
 
 
 def result(job: Job, printed: str) -> dict:
     report = json.loads((Path(job.scratch) / "report.json").read_text())
     assert report["total"]["generated_tokens"] == job.batch * job.gen_len
-    policy, prefill, decode = report["policy"], report["prefill"]["seconds"], report["decode"]["seconds"]
-    peak, planned = ([report[f"{what}_memory_bytes"][t] for t in ("gpu", "cpu")] for what in ("peak", "planned"))
+    policy = report["policy"]
+    prefill = report["prefill"]["seconds"]
+    decode = report["decode"]["seconds"]
+    peak = report["peak_memory_bytes"]
+    planned = report["planned_memory_bytes"]
     read = report["decode"]["bytes_moved"]["disk_to_cpu"]
     found = {
         "prefill": prefill,
@@ -46,7 +49,7 @@ def result(job: Job, printed: str) -> dict:
         "lowest_tier": lowest_tier(policy["percent"], job.device),
         "policy": policy_text(policy),
         "computes_in": report["dtype"],
-        "peak_over_plan": sum(peak) / sum(planned),
+        "peak_over_plan": (peak["gpu"] + peak["cpu"]) / (planned["gpu"] + planned["cpu"]),
         "read_gb_per_step": read / max(1, job.gen_len - 1) / 1e9,
     }
     if "predicted" in report:
@@ -59,7 +62,7 @@ def result(job: Job, printed: str) -> dict:
 
 
 def disk_seconds(job: Job, nbytes: int) -> float:
-    """That the disk takes for `nbytes`, at its rate, the mean of before the run and after it."""
+    """Seconds to read `nbytes` from disk, at the mean of the rates before and after the run."""
     if not nbytes:
         return 0.0
     before = float((Path(job.scratch) / "disk_rate").read_text())
@@ -71,27 +74,29 @@ def _largest_file(job: Job) -> Path:
 
 
 def matmul_seconds(job: Job, report: dict) -> float:
-    """Of the matmuls of all decode steps and nothing else, at the rate of those of a transformer block."""
+    """Seconds of all decode steps' matmuls alone, at the rate of a transformer block's."""
     policy = Policy(**report["policy"])
     dtype = torch.int8 if report.get("compute") == "int8" else getattr(torch, report["dtype"])
     spec = inspect.find(job.model).spec
-    block, *_, head = [list(layer.streamed_shapes.values()) for layer in family(spec.model_type).tensors(spec)[1:]]
-    block, head = ([shape for shape in shapes if len(shape) == 2] for shapes in (block, head))
+    _, first_block, *_, last = family(spec.model_type).tensors(spec)
+    block = [shape for shape in first_block.streamed_shapes.values() if len(shape) == 2]
+    head = [shape for shape in last.streamed_shapes.values() if len(shape) == 2]
     rows = max(matmul_rows(batch_sizes(job.batch, policy)))
     elements = spec.layers * sum(map(prod, block)) + sum(map(prod, head))
     return 2 * elements * job.batch * (job.gen_len - 1) / matmul_rate(block, dtype, rows)
 
 
 def policy_text(policy: dict) -> str:
-    """Batch size x number of batches, the six numbers of `--percent`, and `--prefill-tokens` if not the default."""
+    """Batch size x number of batches, the six numbers of `--percent`, and `--prefill-tokens` unless default."""
     text = f"{policy['gpu_batch_size']} x {policy['num_gpu_batches']}, " + " ".join(f"{x:g}" for x in policy["percent"])
     tokens = policy["prefill_tokens"]
     return text + f", prefill {tokens}" * (tokens != Policy.prefill_tokens)
 
 
 def lowest_tier(percent: Sequence[float], device: str) -> str:
-    """The slowest tier on which a policy puts anything."""
-    gpu, cpu = percent[0::2], percent[1::2]
+    """The slowest tier that a policy uses."""
+    gpu = percent[0::2]
+    cpu = percent[1::2]
     if any(g + c < 100 for g, c in zip(gpu, cpu)):
         return "disk"
     return "RAM" if any(cpu) or device == "cpu" else "GPU"

@@ -1,6 +1,6 @@
-"""Plain transformers, all weights on the device. On a CPU they are a mapped file, which the kernel pages under a cap.
+"""Plain transformers with all weights on the device. On a CPU the file is mapped, and under a cap the kernel pages it.
 
-Options: "attention", transformers' implementation ("sdpa" or "eager"); "dtype", another than the row's.
+Options: "attention", transformers' implementation ("sdpa" or "eager"); "dtype", instead of the row's.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ def load(job: Job, **kwargs):
     kwargs |= {"dtype": getattr(torch, job.options.get("dtype", job.dtype))}
     kwargs |= {"attn_implementation": job.options.get("attention", "sdpa")}
     path = Path(job.model)
-    if path.is_file():  # a GGUF file, which it dequantises
+    if path.is_file():  # a GGUF file, which transformers dequantises
         return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, **kwargs).eval()
     return AutoModelForCausalLM.from_pretrained(path, **kwargs).eval()
 
 
 def generate(model, job: Job, context) -> dict:
-    """Seconds of prefill and decode of a job, after two tokens of one sequence to warm up (files, traces, kernels)."""
+    """Seconds of prefill and decode of a job, after a warm-up of two tokens (files, traces, kernels)."""
     prompts = random_prompts(job.batch, job.prompt_len)
-    # of a slice of the hidden states, torch would copy the vocabulary's matrix once for every sequence
+    # given a slice of the hidden states, torch would copy the vocabulary's matrix for every sequence
     model.get_output_embeddings().register_forward_pre_hook(lambda module, inputs: (inputs[0].contiguous(),))
     with context():
-        # on a GPU a batch of another size has other kernels, and its memory is not asked for yet
+        # on a GPU another batch size would use other kernels and leave the memory to be allocated
         time_generate(model, prompts[:1] if job.device == "cpu" else prompts, 2, job.device)
         return time_generate(model, prompts, job.gen_len, job.device)
 
 
 def time_generate(model, prompts: list[list[int]], gen_len: int, device: str = "cpu") -> dict[str, float]:
-    """Seconds of prefill and of the decode steps of transformers' `generate`."""
+    """Seconds of prefill and of all decode steps in transformers' `generate`."""
     import torch
     from transformers import StoppingCriteria, StoppingCriteriaList
 

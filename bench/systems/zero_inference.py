@@ -1,7 +1,7 @@
-"""DeepSpeed ZeRO-Inference: ZeRO stage 3 with its parameters offloaded to RAM if they fit, and to NVMe otherwise.
+"""DeepSpeed ZeRO-Inference: ZeRO stage 3 with parameters offloaded to RAM if they fit, and to NVMe otherwise.
 
-The model is made under `zero.Init`, and parameters are filled one after the other from the shards: plain
-`from_pretrained` peaks at twice the checkpoint. transformers' own initialisation is off: it would ask for a 4th buffer.
+The model is created under `zero.Init` and its parameters are filled one by one from the shards, since plain
+`from_pretrained` peaks at twice the checkpoint. transformers' initialisation is off, since it needs a fourth buffer.
 Options: "threads" and "buffers" of its NVMe swapper; "offload" ("cpu" or "nvme"); "attention"; "dtype".
 """
 
@@ -10,9 +10,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
 from pathlib import Path
 
+from bench.common import free_port
 from bench.job import Job
 from bench.systems.transformers import generate
 
@@ -20,11 +20,10 @@ PACKAGE = "deepspeed"
 
 
 def run(job: Job) -> dict:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    one_rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    os.environ.update(one_rank | ({"DS_ACCELERATOR": "cpu"} if job.device == "cpu" else {}))
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    if job.device == "cpu":
+        os.environ["DS_ACCELERATOR"] = "cpu"
     import torch
 
     threads = torch.get_num_threads()
@@ -34,11 +33,11 @@ def run(job: Job) -> dict:
     from transformers.integrations import HfDeepSpeedConfig
 
     deepspeed.init_distributed("gloo" if job.device == "cpu" else "nccl")
-    torch.set_num_threads(threads)  # it sets them anew
+    torch.set_num_threads(threads)  # init_distributed changes it
     config = AutoConfig.from_pretrained(job.model)
     settings = zero_settings(job, config)
-    keep = HfDeepSpeedConfig(settings)  # transformers looks at it as long as it lives
-    with no_initialisation():  # transformers makes the model under `zero.Init` by these settings
+    keep = HfDeepSpeedConfig(settings)  # transformers reads it for as long as it exists
+    with no_initialisation():  # these settings make transformers use `zero.Init`
         model = AutoModelForCausalLM.from_config(
             config, dtype=getattr(torch, dtype_of(job)), attn_implementation=job.options.get("attention", "sdpa")
         )
@@ -56,7 +55,8 @@ def dtype_of(job: Job) -> str:
 
 
 def zero_settings(job: Job, config) -> dict:
-    hidden, largest = config.hidden_size, config.vocab_size * config.word_embed_proj_dim
+    hidden = config.hidden_size
+    largest = config.vocab_size * config.word_embed_proj_dim
     device = job.options.get("offload", "cpu" if job.fits_in_ram else "nvme")
     offload = {"device": device, "pin_memory": job.device != "cpu"}
     if device == "nvme":
@@ -74,7 +74,7 @@ def zero_settings(job: Job, config) -> dict:
             "stage3_prefetch_bucket_size": 2 * hidden * hidden,
             "stage3_max_live_parameters": 2 * largest,
         },
-        # DeepSpeed drops a setting that it does not know without a word
+        # DeepSpeed silently ignores settings that it does not know
         "aio": {
             "block_size": 1 << 20,
             "queue_depth": 32,
@@ -88,7 +88,7 @@ def zero_settings(job: Job, config) -> dict:
 
 @contextlib.contextmanager
 def no_initialisation():
-    """transformers draws random weights for a model that is made from its configuration; ours come from the shards."""
+    """Keep transformers from drawing random weights for a model created from its configuration."""
     from transformers.integrations import deepspeed
 
     before = getattr(deepspeed, "initialize_weights_zero3", None)
@@ -100,17 +100,17 @@ def no_initialisation():
 
 
 def fill(model, folder: Path) -> None:
-    """Every parameter from the shards, one at a time."""
+    """Read all parameters from the shards, one at a time."""
     import deepspeed
     from safetensors import safe_open
 
     from h2o_flexgen.machine.memory import trim_heap
 
-    where = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    weight_map = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
     for name, parameter in model.named_parameters():
         with (
-            safe_open(folder / where[name], "pt") as shard,
+            safe_open(folder / weight_map[name], "pt") as shard,
             deepspeed.zero.GatheredParameters([parameter], modifier_rank=0),
         ):
             parameter.data.copy_(shard.get_tensor(name))
-        trim_heap()  # or glibc keeps as much again as the model will take
+        trim_heap()  # otherwise glibc keeps as much memory again as the model takes

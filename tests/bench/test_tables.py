@@ -1,11 +1,11 @@
-"""The tables of the comparison, from results as they are stored."""
+"""The tables of the comparison."""
 
 from bench import tables
 from bench.rows import ROWS
 
 
-def stored(row: str, **rates: float | str | None) -> dict:
-    """Results of a row: tokens/s by system, or None for one that died."""
+def result(row: str, **rates: float | str | None) -> dict:
+    """Results of a row from tokens/s by system; None for a system that died."""
     systems = {}
     for name, rate in rates.items():
         found = {"batch": 8, "dates": ["2026-11-01", "2026-11-03"], "runs": 2 if rate else 0, "version": f"{name} 1.0"}
@@ -20,15 +20,15 @@ def stored(row: str, **rates: float | str | None) -> dict:
     return origin | {"job": ROWS[row].job(), "systems": systems}
 
 
-OPT = stored(
+OPT = result(
     "opt-1.3b 64+256", **{"Accelerate": 4.0, "ZeRO-Inference": None, "ours, H2O": 40.0, "ours, H2O + int8": 80.0}
 )
-LLAMA = stored(
+LLAMA = result(
     "llama-1b 128+128", **{"llama.cpp Q4_0": 5.0, "llama.cpp Q8_0": 6.0, "ours, H2O Q4_0": 30.0, "ours, H2O Q8_0": 20.0}
 )
 
 
-def test_a_line_for_each_row_has_the_best_file_of_each_system():
+def test_a_row_shows_the_best_file_of_each_system():
     header, _, opt, llama = tables.throughput([OPT, LLAMA]).splitlines()
     assert header.startswith(
         "| model, prompt + output | memory cap | Accelerate | ZeRO-Inference | llama.cpp | ours, H2O"
@@ -37,20 +37,20 @@ def test_a_line_for_each_row_has_the_best_file_of_each_system():
     assert llama == "| Llama-3.2-1B, 128 + 128 | 1 GiB | - | - | 6.0 (8, Q8_0) | 30.0 (8, Q4_0) | - | 5.0x |"
 
 
-def test_a_dead_peer_is_a_result():
+def test_a_peer_that_died_is_shown():
     died = "| ZeRO-Inference | 8 |  |  |  | died | 0 | all | batch 8: no end after 900 s, 2 runs |"
     assert died in tables.throughput_details([OPT])
-    assert tables.gain(stored("opt-1.3b 64+256", **{"Accelerate": None, "ours, H2O": 40.0})) is None
+    assert tables.gain(result("opt-1.3b 64+256", **{"Accelerate": None, "ours, H2O": 40.0})) is None
 
 
-def test_a_peer_that_ran_fewer_tokens_is_told():
+def test_a_peer_that_ran_fewer_tokens_is_marked():
     OPT["systems"]["Accelerate"]["gen_len"] = 64
     details = tables.throughput_details([OPT])
     assert "| Accelerate | 8 | disk | 1.0 | 2.0 | 4.00 (3.00 to 5.00) | 2 | 64 |  |" in details
     assert "| ours, H2O | 8 | disk | 1.0 | 2.0 | 40.00 (39.00 to 41.00) | 2 | all |  |" in details
 
 
-def test_where_a_row_was_measured():
+def test_the_provenance_of_a_row():
     versions = "torch 2.0, llama.cpp Q4_0 1.0, llama.cpp Q8_0 1.0, ours, H2O Q4_0 1.0, ours, H2O Q8_0 1.0"
     machine = "a processor, 2 cores, 8 GiB RAM, no GPU"
-    assert tables.where(LLAMA) == f"{machine}; {versions}; 2026-11-01 to 2026-11-03; `python -m bench.run`"
+    assert tables.row_provenance(LLAMA) == f"{machine}; {versions}; 2026-11-01 to 2026-11-03; `python -m bench.run`"
