@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, sqrt
 from typing import NamedTuple
 
@@ -124,13 +124,20 @@ class CostModel:
         placement: Placement,
         prompt_lens: Sequence[int],
         lengths: Sequence[int] | None = None,
+        shared: float | None = None,
     ) -> Prediction:
         """The time of a job, and of its first block.
 
         Args:
             prompt_lens: the longest first.
             lengths: tokens of the outputs, in the order in which rows run; None: as the workload expects them.
+            shared: fraction of the prompts' tokens computed with another prompt; None: as the workload expects it.
         """
+        if shared is not None:
+            work = self.shapes.workload
+            work = replace(work, shared=int(shared * sum(work.prompt_lens)))
+            model = CostModel(self.profile, replace(self.shapes, workload=work), self.gen_len)
+            return model.predict(policy, placement, prompt_lens, lengths)
         count = len(prompt_lens)
         if lengths is None:
             lengths = expected(count, self.gen_len, self.shapes.workload.mean_len)

@@ -31,7 +31,7 @@ class ExecutionPlan:
             the form that matmuls read; None if they stay as stored.
         shared_tokens: tokens of a prefix shared by prompts for which the plan has room.
         least_free: free places that the scheduler waits for before rows enter beside running ones.
-        predict: output lengths -> the prediction with them; None without one.
+        predict: output lengths, and the fraction of prompt tokens that were shared -> the prediction; None without one.
         curve: every KV budget and format that was tried for an "auto", with its throughput; else empty.
     """
 
