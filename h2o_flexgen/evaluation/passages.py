@@ -81,14 +81,12 @@ def _parse(line: str) -> dict | UserError:
 def passages_of(
     source: Source, model: LoadedModel, prompt_len: int, gen_len: int, windows: int
 ) -> tuple[list[Passage], list[str]]:
-    """The passages of a source, and an error for each row that gives none.
+    """The passages of a source, and an error for each row that gives none. Raises UserError if the text is too short,
+    or the model has no tokenizer or too few positions.
 
     A text gives up to `windows` passages of `prompt_len` + `gen_len` tokens, evenly spaced and without overlap. A row
     {"prompt", "completion"} is one passage, with up to `gen_len` tokens of the completion; the prompt of a row {"text"}
     is its first `prompt_len` tokens.
-
-    Raises:
-        UserError: the text is too short, or the model has no tokenizer or too few positions.
     """
     if model.tokenizer is None:
         raise UserError("this model has no tokenizer, so that texts cannot be measured with it")

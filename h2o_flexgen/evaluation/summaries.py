@@ -28,12 +28,9 @@ class Article:
 
 
 def articles_of(source: Source, llm: LLM, gen_len: int) -> tuple[list[Article], list[str]]:
-    """The articles of a source, and an error for each row that gives none.
-
-    Rows are those of the H2O repository (h2o_hf, data/summarization): {"article", "summary_gt"}, where the article is
-    the whole prompt. A row may name its sampling parameters, as a job's rows do; the default is greedy, up to `gen_len`
-    tokens, with the stop string ###.
-    """
+    """The articles of a source, and an error for each row that gives none. Rows are those of the H2O repository
+    (h2o_hf, data/summarization): {"article", "summary_gt"}, where the article is the whole prompt. A row may name its
+    sampling parameters, as a job's rows do; the default is greedy, up to `gen_len` tokens, with the stop string ###."""
     if source.rows is None:
         raise UserError(f'{source.name} must hold JSON lines {{"article", "summary_gt"}}, and end in .jsonl')
     return source.each(lambda row: _article(row, llm, gen_len))

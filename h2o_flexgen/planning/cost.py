@@ -90,8 +90,10 @@ class Phase(NamedTuple):
 
 
 class PhaseCost(NamedTuple):
+    """Seconds of a phase, and for how many of them each resource is busy."""
+
     seconds: float
-    busy: Counter[str]  # seconds of each resource
+    busy: Counter[str]
 
 
 class CostModel:

@@ -64,12 +64,8 @@ class CandidateJob:
         return None
 
     def execution_plan(self, profile: Profile | None) -> ExecutionPlan:
-        """The fastest policy of this candidate; `profile` may be None if `without_search` is not.
-
-        Raises:
-            PlanError: nothing fits, or nothing is fast enough for `max_latency`.
-            UserError: the search cannot be run.
-        """
+        """The fastest policy of this candidate; `profile` may be None if `without_search` is not. Raises PlanError if
+        nothing fits, or nothing is fast enough for `max_latency`; UserError if the search cannot be run."""
         if self.without_search is not None:
             form, policy = self.without_search
         else:
