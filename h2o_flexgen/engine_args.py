@@ -21,7 +21,7 @@ from h2o_flexgen.models.spec import ModelSpec
 from h2o_flexgen.planning.budget import MIN_HH_RATIO
 from h2o_flexgen.planning.constraints import Constraints
 from h2o_flexgen.planning.losses import Losses
-from h2o_flexgen.planning.planner import Planner, check_cpu_cap
+from h2o_flexgen.planning.planner import Planner
 from h2o_flexgen.planning.shapes import ModelData
 from h2o_flexgen.policy import KVBudget, Policy, given_policy
 from h2o_flexgen.profiling.measure import job_dtype, kept_profile, load_or_measure
@@ -120,8 +120,12 @@ class EngineArgs:
         self.observer = self.observer or Observer()
 
     def check_caps(self, cuda: bool) -> None:
-        """Raises UserError for a limit that does nothing on such a device."""
-        check_cpu_cap(self.caps, not cuda, self.policy == "auto")
+        """Raises UserError for a limit that does nothing: without CUDA a search never uses the cpu tier."""
+        if self.policy == "auto" and not cuda and self.cpu_mem is not None:
+            raise UserError(
+                "`cpu_mem` does nothing here: without CUDA use `mem`; the cpu tier is a second pool in RAM, for a "
+                "policy with cpu percentages (`percent`)"
+            )
 
 
 class StoredModel(NamedTuple):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import product
 
-from h2o_flexgen.errors import PlanError, UserError
+from h2o_flexgen.errors import PlanError
 from h2o_flexgen.formats.forms import has_cache_format
 from h2o_flexgen.kv_cache import CacheRule, rule_for
 from h2o_flexgen.machine.profile import Profile
@@ -259,13 +259,3 @@ class Planner:
         if self.profile is None:
             self.profile = self._measure()
         return self.profile
-
-
-def check_cpu_cap(caps: dict[str, int | None], shared: bool, searched: bool) -> None:
-    """Raises UserError for a cap without effect: a search never uses the cpu tier where gpu and cpu are the same RAM
-    (`shared`)."""
-    if searched and shared and caps["cpu"] is not None:
-        raise UserError(
-            "`cpu_mem` does nothing here: without CUDA use `mem`; the cpu tier is a second pool in RAM, for a "
-            "policy with cpu percentages (`percent`)"
-        )

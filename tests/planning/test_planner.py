@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 from machines import T4, laptop, plan_of, planner_of
 
+from h2o_flexgen.engine_args import EngineArgs
 from h2o_flexgen.errors import PlanError, UserError
 from h2o_flexgen.kv_cache import FullCache
 from h2o_flexgen.planning.budget import largest_free
 from h2o_flexgen.planning.memory import Resources, decode_rows
-from h2o_flexgen.planning.planner import Planner, check_cpu_cap, choose
+from h2o_flexgen.planning.planner import Planner, choose
 from h2o_flexgen.planning.search import Search
 from h2o_flexgen.planning.workload import Workload
 from h2o_flexgen.policy import GIB, TIERS, KVBudget, Policy
@@ -123,8 +124,7 @@ def test_a_single_block_counts_the_prompts_it_holds():
 
 
 def test_a_cap_that_nothing_would_use_is_refused():
-    caps = {"gpu": None, "cpu": GIB, "disk": None}
     with pytest.raises(UserError, match="`cpu_mem` does nothing here"):
-        check_cpu_cap(caps, shared=True, searched=True)
-    check_cpu_cap(caps, shared=False, searched=True)
-    check_cpu_cap(caps, shared=True, searched=False)
+        EngineArgs(cpu_mem=GIB).check_caps(cuda=False)
+    EngineArgs(cpu_mem=GIB).check_caps(cuda=True)
+    EngineArgs(policy=Policy(), cpu_mem=GIB).check_caps(cuda=False)
