@@ -32,8 +32,6 @@ NAN_EVERYWHERE = (
     "the model gives NaN for every prompt: its hidden states overflow (use `dtype` bfloat16 or float32), or the "
     "checkpoint is broken"
 )
-
-
 #: if this many rows give NaN, and no other row has run, the model is at fault
 MANY_FAILED = 8
 
