@@ -117,7 +117,7 @@ def test_every_rule_gives_what_its_oracle_gives(tiny, rule):
 def test_a_rule_that_keeps_all_that_is_generated_is_refused(tiny):
     with opened(tiny("llama"), "snapkv") as llm:
         for rolling in (True, False):
-            with pytest.raises(UserError, match="snapkv keeps all that is generated"):
+            with pytest.raises(UserError, match="snapkv keeps every generated token"):
                 llm.session(position_rolling=rolling)
 
 
