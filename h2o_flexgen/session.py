@@ -132,11 +132,7 @@ class Session:
         on_text: OnText | None = None,
     ) -> str | list[str | None]:
         """The model's answer to the user's next message. Only the part of the conversation that is new, as rendered by
-        the chat template, is read.
-
-        Raises:
-            UserError: as `feed`, or the model has no chat template.
-        """
+        the chat template, is read. Raises UserError as `feed`, or if the model has no chat template."""
         ids = self._encoded(message, self._encode_message)
         found = self._generate(ids, sampling_params, on_text, answered=True)
         outputs = found if self._is_list else [found]
@@ -275,7 +271,7 @@ def choose(
     workload = replace(one, prompt_lens=one.prompt_lens * count)
     choice = planner.choose(workload, resources, policy, kv_budget, compress_cache)
     if choice.rule.growth != "fixed":
-        raise UserError(f"the `kv_rule` {kv_budget.rule} keeps all that is generated: a session needs one with an end")
+        raise UserError(f"the `kv_rule` {kv_budget.rule} keeps every generated token: a session needs one that evicts")
     batches = ceil(count / choice.policy.gpu_batch_size)
     if choice.policy.num_gpu_batches != batches:
         policy = replace(choice.policy, num_gpu_batches=batches)

@@ -87,7 +87,7 @@ def suggest(
 
 
 def changes(args: argparse.Namespace, choice, is_quantised: bool) -> Iterator[list[Change]]:
-    """Of each kind of change the variants, those with the least loss first."""
+    """The variants of each kind of change, the one with the least loss first."""
     if not is_quantised:
         yield [{"compress_weight": kind} for kind in ("int8", "int4")]
     if choice.plan.shared and args.compute != "int8":  # on CUDA int8 matmuls are no faster (docs/formats.md)

@@ -29,7 +29,7 @@ class BatchPass:
     Attributes:
         rows: by place.
         moves: (from, to) of rows that have moved up.
-        places: that have got a row, moved or new.
+        places: that have received a row, moved or new.
         opens: (longest prompt, longest output) to lay the batch out for, if it was empty.
     """
 

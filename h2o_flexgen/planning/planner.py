@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import product
 
-from h2o_flexgen.errors import PlanError, UserError
+from h2o_flexgen.errors import PlanError
 from h2o_flexgen.formats.forms import has_cache_format
 from h2o_flexgen.kv_cache import CacheRule, rule_for
 from h2o_flexgen.machine.profile import Profile
@@ -64,12 +64,8 @@ class CandidateJob:
         return None
 
     def execution_plan(self, profile: Profile | None) -> ExecutionPlan:
-        """The fastest policy of this candidate; `profile` may be None if `without_search` is not.
-
-        Raises:
-            PlanError: nothing fits, or nothing is fast enough for `max_latency`.
-            UserError: the search cannot be run.
-        """
+        """The fastest policy of this candidate; `profile` may be None if `without_search` is not. Raises PlanError if
+        nothing fits, or nothing is fast enough for `max_latency`; UserError if the search cannot be run."""
         if self.without_search is not None:
             form, policy = self.without_search
         else:
@@ -144,7 +140,7 @@ class CandidateJob:
         predict = partial(cost.predict, plan.policy, plan.placement, prompt_lens)
         prediction = predict()
         mean_len = sum(prompt_lens) // len(prompt_lens)
-        least_free = cost.least_free(plan.policy, max(1, int(mean_len * cost.computed)), prediction)
+        least_free = cost.least_free(plan.policy, max(1, int(mean_len * cost.layers.computed)), prediction)
         return replace(plan, prediction=prediction, predict=predict, least_free=least_free)
 
 
@@ -258,29 +254,8 @@ class Planner:
         known = FORMATS if losses is None else losses.formats
         return [each for each in FORMATS if each in known and has_cache_format(each, self.model.spec.head_dim)]
 
-    def search(self, rule: CacheRule, workload: Workload, resources: Resources) -> Search:
-        """The search for a job on this machine, which is measured if it has not been."""
-        return Search(self.measured(), self.model.shapes(rule, workload), workload, resources, self.constraints)
-
-    def plan(
-        self, policy: Policy, rule: CacheRule, workload: Workload, resources: Resources
-    ) -> tuple[Placement, MemoryPlan]:
-        """The tier of everything under a policy and the bytes it needs, whether they are available or not."""
-        planned = self.constraints.planned(workload, policy)
-        return plan_policy(policy, self.model.shapes(rule, workload), planned, resources)
-
     def measured(self) -> Profile:
         """The machine's profile, measured at the first call unless it was given."""
         if self.profile is None:
             self.profile = self._measure()
         return self.profile
-
-
-def check_cpu_cap(caps: dict[str, int | None], shared: bool, searched: bool) -> None:
-    """Raises UserError for a cap without effect: a search never uses the cpu tier where gpu and cpu are the same RAM
-    (`shared`)."""
-    if searched and shared and caps["cpu"] is not None:
-        raise UserError(
-            "`cpu_mem` does nothing here: without CUDA use `mem`; the cpu tier is a second pool in RAM, for a "
-            "policy with cpu percentages (`percent`)"
-        )

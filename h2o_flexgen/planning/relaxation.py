@@ -21,15 +21,13 @@ from h2o_flexgen.errors import UserError
 from h2o_flexgen.planning.constraints import Constraints
 from h2o_flexgen.planning.cost import CostModel, Part, batches_of
 from h2o_flexgen.planning.memory import Resources, decode_rows, shared_bytes
-from h2o_flexgen.planning.traffic import Flows, Offloaded
+from h2o_flexgen.planning.traffic import Amount, Flows, Offloaded
 from h2o_flexgen.planning.workload import Workload, batch_sizes
 from h2o_flexgen.planning.workspace import workspace_bytes
 from h2o_flexgen.policy import KINDS, TIERS, Policy
 from h2o_flexgen.storage.queues import double_buffers, kv_buffers
 from h2o_flexgen.storage.wal import wal_rows
 
-#: a number, an array over several placements, or an expression of a linear program
-Linear = float
 #: bytes to GiB: solvers dislike coefficients of very different magnitudes
 _GIB = 2.0**-30
 #: cost of a busy second that hides behind others: among equally fast placements the one that moves least wins
@@ -39,9 +37,9 @@ _TIE = 1e-3
 class Fractions(NamedTuple):
     """The fractions of one kind on each tier, which sum to 1."""
 
-    device: Linear
-    host: Linear
-    disk: Linear
+    device: Amount
+    host: Amount
+    disk: Amount
 
     def offloaded(self, total: float) -> Offloaded:
         return Offloaded(total * self.host, total * self.disk)
@@ -113,7 +111,7 @@ class Relaxation:
         #: everything on the device, and after each of the moves alone
         self._placements = RelaxedPlacement(*(_alone(kind, self._moves) for kind in KINDS))
 
-    def memory(self, policy: Policy, x: RelaxedPlacement, holds_head: Linear) -> dict[str, Linear]:
+    def memory(self, policy: Policy, x: RelaxedPlacement, holds_head: Amount) -> dict[str, Amount]:
         """Bytes needed on each tier that has a limit, at most those of `plan_policy`; `holds_head`: 1 if the device
         holds the vocabulary head, else 0."""
         shapes = self.shapes
@@ -124,7 +122,7 @@ class Relaxation:
         kv_cache = caches * (kv.kv_bytes + kv.meta_bytes)
         kv_files = caches * (kv.slots + wal_rows(kv.segments)) * kv.row_bytes
         scores = caches * kv.meta_bytes  # stay in RAM when the rest is on disk
-        hidden = sequences * self.workload.longest * self.cost.hidden_bytes
+        hidden = sequences * self.workload.longest * self.cost.layers.hidden_bytes
         device = self._fixed_bytes(policy) + self._staging_bytes(policy, x, holds_head)
         device += x.weights.device * weights + x.cache.device * kv_cache + x.activations.device * hidden
         host = x.weights.host * weights + x.cache.host * kv_cache + x.cache.disk * scores + x.activations.host * hidden
@@ -136,7 +134,7 @@ class Relaxation:
         needed = {"gpu": device, "cpu": host, "disk": disk, "ram": device + host}
         return {tier: needed[tier] for tier in self.resources.limits}
 
-    def _staging_bytes(self, policy: Policy, x: RelaxedPlacement, holds_head: Linear) -> Linear:
+    def _staging_bytes(self, policy: Policy, x: RelaxedPlacement, holds_head: Amount) -> Amount:
         """For weights the size of an average layer, or of the head where it streams; for the cache, of a KV block."""
         shapes = self.shapes
         layer = self.cost.streamed_bytes / (shapes.spec.layers + 2)
@@ -150,7 +148,7 @@ class Relaxation:
         """What the device holds regardless of the placement."""
         batches = batch_sizes(self.num_prompts, policy)
         nbytes = workspace_bytes(policy, self.shapes, self.workload.longest, batches, self.workload.cached_len)
-        nbytes += decode_rows(batches, self.num_prompts, self.workload.longest) * self.cost.hidden_bytes
+        nbytes += decode_rows(batches, self.num_prompts, self.workload.longest) * self.cost.layers.hidden_bytes
         nbytes += self.resources.workspace + shared_bytes(self.shapes, self.resources)
         return nbytes if self.shapes.cuda else nbytes + self._process_bytes(policy)
 
@@ -197,12 +195,8 @@ class Relaxation:
         return block / min(policy.block_size, self.num_prompts) if block <= self.max_latency else inf
 
     def _prolonged(self, seconds: list[float], shortages: list[tuple[float, list[float]]]) -> float:
-        """A lower bound of one bottleneck.
-
-        Args:
-            seconds: of the bottleneck with everything on the device, then after each of `_moves`.
-            shortages: bytes that each room is short of, and the bytes that each move frees there.
-        """
+        """A lower bound of one bottleneck, from its seconds with everything on the device, then after each of `_moves`;
+        `shortages`: bytes that each room is short of, and the bytes that each move frees there."""
         resident, *moved = seconds
         changes = [after - resident for after in moved]
         gained = dict.fromkeys(KINDS, 0.0)  # what shortens it is moved in any case
@@ -217,8 +211,8 @@ class Relaxation:
             lost = max(lost, fewest_seconds(short, moves))
         return resident + sum(gained.values()) + lost
 
-    def _each(self, x: Linear) -> list[float]:
-        """Of each of `_placements`, on some of which `x` need not depend."""
+    def _each(self, x: Amount) -> list[float]:
+        """The value of `x` for each of `_placements`, also where it is the same for all."""
         return np.broadcast_to(x, 1 + len(self._moves)).tolist()
 
     def solve(self, policy: Policy, limits: dict[str, int], to_beat: float = inf) -> tuple[int, ...] | None:
