@@ -101,7 +101,7 @@ class Walk:
             self.device.release_gaps()
 
     def _stages(self) -> Iterator[Stage]:
-        """In the order of the weight store."""
+        """Embedding, blocks, head: as the weight store numbers them."""
         yield self._embed
         for layer in range(self.spec.layers):
             yield partial(self._block, layer)

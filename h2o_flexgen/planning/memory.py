@@ -21,7 +21,7 @@ from h2o_flexgen.storage.staging import largest_layer
 #: for messages: what a tier is called, with and without CUDA, and what helps if it is too small
 _NAMES = {"gpu": "the gpu tier", "cpu": "the cpu tier", "disk": "the disk tier"}
 _RAM_NAMES = _NAMES | {"gpu": "RAM", "ram": "RAM"}
-_ADVICE = {
+GIVEN_POLICY_ADVICE = {
     "gpu": "lower the gpu percentages, `gpu_batch_size` or the KV budget",
     "cpu": "lower the cpu percentages, the batch sizes or the KV budget",
     "disk": "free disk space or name another `offload_dir`",
@@ -97,7 +97,7 @@ class MemoryPlan:
         tiers = ("ram", *TIERS) if self.shared else TIERS
         return {tier: n for tier in tiers if (n := self.needed(tier) - self.limits[tier]) > 0}
 
-    def check(self, message: str = "", advice: dict[str, str] = _ADVICE) -> None:
+    def check(self, message: str = "", advice: dict[str, str] = GIVEN_POLICY_ADVICE) -> None:
         """Raises PlanError, after a message, naming each tier that is too small, the bytes needed and available, and
         what to change, by `advice` for each tier."""
         tiers = self.missing()

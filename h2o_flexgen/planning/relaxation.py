@@ -1,10 +1,10 @@
 """The linear relaxation of a placement: bytes and seconds as linear functions of the fractions of weights, cache and
 activations on each tier.
 
-Every placement of whole tensors and KV blocks is a point of it and takes no fewer bytes or seconds there. So the fewest
-seconds of any point are a lower bound: `solve` finds them by linear programming (FlexGen, arXiv 2303.06865, section
-4.3), `lower_bound` estimates them from below at a fraction of the cost. A binary variable says whether the vocabulary
-head is on the device.
+Every placement of whole tensors and KV blocks is a point of it, where no more bytes and seconds are counted than it
+really takes. So the fewest seconds of any point are a lower bound: `solve` finds them by linear programming (FlexGen,
+arXiv 2303.06865, section 4.3), `lower_bound` estimates them from below at a fraction of the cost. A binary variable
+says whether the vocabulary head is on the device.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from h2o_flexgen.storage.wal import wal_rows
 
 #: bytes to GiB: solvers dislike coefficients of very different magnitudes
 _GIB = 2.0**-30
-#: cost of a busy second that hides behind others: among equally fast placements the one that moves least wins
+#: weight in the objective of seconds in which a link is busy: decides between equally fast placements
 _TIE = 1e-3
 
 
@@ -107,6 +107,7 @@ class Relaxation:
         lower = ("cpu", "disk") if shapes.cuda else ("disk",)  # without CUDA device and host are the same RAM
         self._moves = [(kind, tier) for kind in KINDS for tier in lower]
         ram = ("gpu", "cpu") if shapes.cuda else ("ram",)
+        #: tiers whose limits are added up: the device, all RAM, everything
         self._rooms = [("gpu",), ram, (*ram, "disk")]
         #: everything on the device, and after each of the moves alone
         self._placements = RelaxedPlacement(*(_alone(kind, self._moves) for kind in KINDS))
@@ -199,7 +200,7 @@ class Relaxation:
         `shortages`: bytes that each room is short of, and the bytes that each move frees there."""
         resident, *moved = seconds
         changes = [after - resident for after in moved]
-        gained = dict.fromkeys(KINDS, 0.0)  # what shortens it is moved in any case
+        gained = dict.fromkeys(KINDS, 0.0)  # a kind whose move shortens it counts as moved anyway
         for (kind, _), change in zip(self._moves, changes):
             gained[kind] = min(gained[kind], change)
         lost = 0.0
@@ -212,7 +213,7 @@ class Relaxation:
         return resident + sum(gained.values()) + lost
 
     def _each(self, x: Amount) -> list[float]:
-        """The value of `x` for each of `_placements`, also where it is the same for all."""
+        """`x` for each of `_placements`, repeated if it does not depend on them."""
         return np.broadcast_to(x, 1 + len(self._moves)).tolist()
 
     def solve(self, policy: Policy, limits: dict[str, int], to_beat: float = inf) -> tuple[int, ...] | None:
@@ -231,10 +232,10 @@ class Relaxation:
         links = self.cost.profile.links
         phases = self.phases(policy, x)
         seconds = [pulp.LpVariable(f"seconds_{n}", 0) for n in range(len(phases))]
-        for longest, (_, flows) in zip(seconds, phases):
+        for slowest, (_, flows) in zip(seconds, phases):
             for bound in flows.bounds(links, policy.overlap):
-                lp += longest >= bound
-        block = pulp.lpSum(passes * longest for longest, (passes, _) in zip(seconds, phases))
+                lp += slowest >= bound
+        block = pulp.lpSum(passes * slowest for slowest, (passes, _) in zip(seconds, phases))
         busy = pulp.lpSum(passes * s for passes, flows in phases for s in flows.busy(links).values())
         lp += block + _TIE * busy
         most = min(to_beat * min(policy.block_size, self.num_prompts), self.max_latency)
@@ -250,7 +251,7 @@ class Relaxation:
 
 
 def _alone(kind: str, moves: list[tuple[str, str]]) -> Fractions:
-    """Of a kind, on the device, then after each of the moves alone."""
+    """The fractions of a kind: all on the device, then after each single move."""
     tiers = np.array(["gpu", *(tier if moved == kind else "gpu" for moved, tier in moves)])
     return Fractions(*((tiers == tier).astype(float) for tier in TIERS))
 

@@ -57,7 +57,7 @@ def largest_layer(layers: Iterable[list[StagingBytes]]) -> StagingBytes:
 
 @dataclass
 class StagedTensor:
-    """A weight of one layer."""
+    """A weight of one layer, resident or streamed."""
 
     source: Tensor | Quantised | Int8Weight | Stored  # on the device, in RAM, or on disk
     shape: Shape

@@ -91,7 +91,7 @@ def cases(draw, tokenizer):
     return tokens, [text for text in stop if text and PARTIAL not in text] or ["ab"]
 
 
-@settings(max_examples=500, suppress_health_check=list(HealthCheck))
+@settings(max_examples=100, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 @pytest.mark.parametrize("kind", ["byte_level", "fallback"])
 def test_searching_the_last_tokens_is_as_good_as_searching_the_whole_text(request, kind, data):
