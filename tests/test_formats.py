@@ -178,7 +178,7 @@ def test_conversion_to_int8_gives_every_row_one_scale(decoder, form, heads):
     assert (codes - floats / scale[:, None]).abs().max() < 0.5001
     if not heads:  # some rows alone
         part = Int8().view(torch.zeros(Int8().nbytes((5, width)), dtype=torch.uint8), (5, width))
-        matrix.into(part, 3)
+        matrix.decode_into(part, 3)
         for found, expected in zip(Int8().parts(part.raw, part.shape), (codes, scale)):
             assert torch.equal(found, expected[3:8])
 

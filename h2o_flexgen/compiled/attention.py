@@ -27,7 +27,7 @@ VECTORS = 4
 
 
 class Vectors(NamedTuple):
-    """The keys of a cache, or its values, as they are stored."""
+    """The keys of a cache, or its values, as stored."""
 
     kind: int  # FP32 to INT4
     width: int  # elements of a vector, D

@@ -1,4 +1,4 @@
-"""Matmuls of activations in 8 bits and weights in 4 bits as they are stored, compiled by numba. Nothing is decoded
+"""Matmuls of activations in 8 bits and weights in 4 bits as stored, compiled by numba. Nothing is decoded
 beforehand, and only the few rows of the weight that are being multiplied take more than 4 bits an element.
 
     chunk    16 bytes of a row of the weight: 32 codes, which share scale and minimum

@@ -58,7 +58,7 @@ class Node:
     def text(self, layer: int) -> Text:
         """K, V and scores of all tokens in a layer."""
         own = self.texts[layer]
-        return own if self.parent is None else own.behind(self.parent.text(layer))
+        return own if self.parent is None else own.appended_to(self.parent.text(layer))
 
 
 def nodes_of(row) -> list[Node]:

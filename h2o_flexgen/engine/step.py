@@ -215,7 +215,7 @@ class Walk:
         else:
             context, text = rule.read(q, k, v, piece.lengths, past, self.stores.form)
             if not piece.places:
-                piece.rows[0].texts[j] = text.since(piece.shared)
+                piece.rows[0].texts[j] = text.tail(piece.shared)
         for node in piece.frees:
             del node.texts[j]
         return piece.flat(context)

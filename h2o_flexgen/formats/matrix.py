@@ -98,7 +98,7 @@ class Quantised:
         self.decode(out)
         return out
 
-    def into(self, out: Tensor | Quantised, begin: int = 0) -> None:
+    def decode_into(self, out: Tensor | Quantised, begin: int = 0) -> None:
         """Fill `out` with rows from `begin` on, as `decode` or `to_int8`."""
         if isinstance(out, Quantised):
             self.to_int8(out, begin)

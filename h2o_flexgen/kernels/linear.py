@@ -86,7 +86,7 @@ def sliced(x: Tensor, weight: Quantised, bias: Tensor | None = None, outliers: b
         shape = min(step, height - begin), width
         part = form.view(buffer[: form.nbytes(shape)], shape)
         target = out[:, begin : begin + step]
-        weight.into(part, begin)
+        weight.decode_into(part, begin)
         decoded = Int8Weight(*Int8().parts(part.raw, shape)) if weight.in_int8 else part
         target.copy_(linear(rows, decoded, None if bias is None else bias[begin : begin + step], outliers))
     return out.view(*x.shape[:-1], -1)

@@ -157,7 +157,7 @@ class BudgetRule(CacheRule):
         position = torch.where(position <= newest, position, -1)[:, None]
         position = position.to(torch.int32).to(k.device, non_blocking=True)
         metadata = {"position": position.expand(k.shape[:3]), **self.remember(k, v)}
-        text = Text(k, v, codes(form, k, v), metadata, rows.new).behind(past)
+        text = Text(k, v, codes(form, k, v), metadata, rows.new).appended_to(past)
         past_end = text.k.shape[2] - T
         past_len = torch.zeros_like(rows.new) if past is None else past.length
         empty = None

@@ -104,7 +104,7 @@ class CacheRule:
         Returns:
             The context (B, H, T, D), undefined for padding, and the whole texts for `keep`.
         """
-        text = Text(k, v, codes(form, k, v), {}, rows.new).behind(past)
+        text = Text(k, v, codes(form, k, v), {}, rows.new).appended_to(past)
         return causal_attention(q, text.k, text.v), text
 
     def keep(self, cache: KVTensors, text: Text) -> None:
@@ -159,7 +159,7 @@ class Text:
         """K and V as the cache stores them."""
         return self.codes or (self.k, self.v)
 
-    def behind(self, past: Text | None) -> Text:
+    def appended_to(self, past: Text | None) -> Text:
         """The tokens of `past`, of each row or of a single row for all, followed by these. `score` stays unchanged."""
         if past is None:
             return self
@@ -175,7 +175,7 @@ class Text:
         codes = self.codes and tuple(map(joined, past.stored, self.stored))
         return Text(joined(past.k, self.k), joined(past.v, self.v), codes, metadata, past.length + self.length)
 
-    def since(self, begin: int) -> Text:
+    def tail(self, begin: int) -> Text:
         """A copy of the tokens from `begin` on, with all of `score`, which belongs to the whole text."""
         metadata = {name: x if name == "score" else x[:, :, begin:] for name, x in self.metadata.items()}
         codes = self.codes and tuple(x[:, :, begin:] for x in self.codes)

@@ -153,7 +153,7 @@ def decode_rate(device: Device, dtype: torch.dtype, form: Format, scale: Scale, 
         out = Int8().view(device.buffer(Int8().nbytes(shape)), shape)
     else:
         out = torch.empty(shape, dtype=dtype, device=device.torch_device)
-    return prod(shape) / call_seconds(device, lambda: next(turn).into(out), scale)
+    return prod(shape) / call_seconds(device, lambda: next(turn).decode_into(out), scale)
 
 
 def shapes_with_room(device: Device, dtype: torch.dtype, scale: Scale) -> list[Shape]:

@@ -77,4 +77,4 @@ class Decoded:
             raw = torch.empty(stored.nbytes, dtype=torch.uint8, device=out.device)
             whole = stored.format.view(raw, tuple(out.shape))
             self._source.read(name, whole, io)
-            whole.into(out)
+            whole.decode_into(out)

@@ -90,7 +90,7 @@ class StagedTensor:
         if self.size.converted:
             tensor = self.read.view(buffer[self.begin.converted :], self.shape)
             if isinstance(self.tensor, Quantised):
-                self.tensor.into(tensor)
+                self.tensor.decode_into(tensor)
             else:
                 convert(tensor, self.tensor)
         if not self.in_int8 or isinstance(tensor, Int8Weight):

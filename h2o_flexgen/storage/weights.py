@@ -56,7 +56,7 @@ class WeightStore:
         tiers: tier of every tensor by its name in the checkpoint.
         source: the checkpoint, or random weights.
         progress: show a bar while loading.
-        compute: "exact", or "int8" to multiply quantised matrices in int8; in_blocks: 4 bits as they are stored.
+        compute: "exact", or "int8" to multiply quantised matrices in int8; in_blocks: 4 bits as stored.
 
     Raises:
         UserError: NaN or infinite elements in a tensor that is not on disk; a tensor that cannot be read; no memory.
