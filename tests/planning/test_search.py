@@ -157,7 +157,7 @@ def test_the_head_goes_to_the_device_where_that_makes_room(job):
 
 
 def test_with_h2o_the_block_is_larger():
-    job = {"profile": laptop(), "model": "facebook/opt-6.7b", "prompts": 400, "prompt_len": 512, "gpu": 8, "disk": 20}
+    job = {"profile": laptop(), "model": "facebook/opt-6.7b", "prompts": 100, "prompt_len": 512, "gpu": 8, "disk": 20}
     full, evicting = search(**job).best(), search(**job, hh_ratio=0.1).best()
     assert evicting.policy.block_size > full.policy.block_size
     assert evicting.prediction.tokens_per_s > full.prediction.tokens_per_s
