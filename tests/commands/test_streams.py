@@ -18,7 +18,7 @@ pytest_plugins = ["command_tools"]
 #: "closed" is a pipe that nobody reads
 CHILDREN = """
 import json, os, sys
-import h2o_flexgen.jobs.job, h2o_flexgen.models.tokenizer, transformers
+import h2o_flexgen.jobs.job, h2o_flexgen.models.tokenizer, numba, transformers
 from h2o_flexgen.commands.main import run_command
 for argv, *outputs in json.loads(sys.argv[1]):
     if os.fork() == 0:
