@@ -98,11 +98,6 @@ def test_an_unknown_dtype(refused, model):
     assert "float16" in refused("--model", model, *SHORT, "--dtype", "int8")
 
 
-@pytest.mark.parametrize("argv", [("--no-such-option",), ("--gen",), ("--gen-len",), ("word",), ("--overlap=3",)])
-def test_unknown_options(refused, model, argv):
-    assert "--help" in refused("--model", model, *argv)
-
-
 @pytest.mark.parametrize(
     "argv, message",
     [

@@ -74,27 +74,22 @@ def test_a_header_longer_than_the_file(refused, broken):
     assert "model.safetensors" in refused("--model", broken, *SHORT)
 
 
-def test_a_missing_tensor(refused, tmp_path):
+@pytest.mark.parametrize(
+    "tensor, words",
+    [
+        (None, ["no tensor"]),
+        (torch.zeros(32, 64), ["[32, 64]", "[64, 32]"]),
+        (torch.zeros(64, 32, dtype=torch.int8), ["I8"]),
+    ],
+    ids=["missing", "shape", "type"],
+)
+def test_a_tensor_of_another_kind(refused, tmp_path, tensor, words):
     state = tiny_state()
-    del state["model.decoder.layers.1.fc1.weight"]
-    folder = write_model(tmp_path / "missing", state)
-    assert "no tensor 'model.decoder.layers.1.fc1.weight'" in refused("--model", folder, *SHORT)
-
-
-def test_a_tensor_of_a_wrong_shape(refused, tmp_path):
-    state = tiny_state()
-    state["model.decoder.layers.1.fc1.weight"] = torch.zeros(32, 64)
-    folder = write_model(tmp_path / "shape", state)
+    name = "model.decoder.layers.1.fc1.weight"
+    del state[name]
+    folder = write_model(tmp_path / "m", state | ({} if tensor is None else {name: tensor}))
     message = refused("--model", folder, *SHORT)
-    assert "decoder.layers.1.fc1.weight" in message and "[32, 64]" in message and "[64, 32]" in message
-
-
-def test_a_tensor_that_is_not_float(refused, tmp_path):
-    state = tiny_state()
-    state["model.decoder.layers.1.fc1.weight"] = torch.zeros(64, 32, dtype=torch.int8)
-    folder = write_model(tmp_path / "int8", state)
-    message = refused("--model", folder, *SHORT)
-    assert "decoder.layers.1.fc1.weight" in message and "I8" in message
+    assert all(word in message for word in (name.removeprefix("model."), *words))
 
 
 @pytest.mark.parametrize(
