@@ -2,7 +2,13 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
+from pathlib import Path
 
+if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):  # each process that a test starts would compile torch's sources
+    sys.dont_write_bytecode = False
+    sys.pycache_prefix = str(Path(__file__).resolve().parent.parent / ".pytest_cache" / "bytecode")
+    os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
 # before torch is imported: on tensors this small a second thread only waits for the first
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 

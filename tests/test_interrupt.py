@@ -50,22 +50,14 @@ PROMPTS = list(map(prompt, range(8)))
 
 @pytest.fixture
 def job(tmp_path):
-    """Start the slow job as a process, which ends with the test."""
-    running = []
+    """The options of the slow job."""
     (tmp_path / "slow").mkdir()
     (tmp_path / "slow" / "config.json").write_text(json.dumps(SLOW))
     model = ("--model", tmp_path / "slow", "--path", "_DUMMY_", *FP32, "--ignore-eos")
-    how = ("--gpu-batch-size", 2, "--num-gpu-batches", 2, "--percent", *ON_DISK, "--offload-dir", tmp_path / "offload")
-    files = ("--input-file", write_prompts(tmp_path / "in.jsonl", PROMPTS), "--output-file", tmp_path / "out.jsonl")
-
-    def begin(gen_len: int = 1000) -> subprocess.Popen:
-        running.append(start(*model, *how, *files, "--gen-len", gen_len))
-        return running[-1]
-
-    yield begin
-    for process in running:
-        process.kill()
-        process.communicate()
+    block = ("--gpu-batch-size", 2, "--num-gpu-batches", 2, "--percent", *ON_DISK)
+    rows = write_prompts(tmp_path / "in.jsonl", PROMPTS)
+    files = ("--input-file", rows, "--output-file", tmp_path / "out.jsonl", "--offload-dir", tmp_path / "offload")
+    return *model, *block, *files
 
 
 def assert_clean(folder: Path) -> None:
@@ -82,29 +74,29 @@ def handled():
     take_over()
 
 
-@pytest.mark.parametrize("number, step", list(zip(STOPPING, ("pass 1 of 4 rows, layer 2/", "pass 2 of", "pass 3 of"))))
-def test_each_signal_stops_a_job(job, tmp_path, number, step):
-    process = job()
-    read_until(process, step)
-    process.send_signal(number)
-    code, out, err = end(process)
-    assert (code, out) == (128 + number, "") and "Traceback" not in err
+def test_a_signal_stops_a_job(job, tmp_path):
+    with start(*job, "--gen-len", 1000) as process:
+        read_until(process, "pass 2 of")
+        process.send_signal(signal.SIGTERM)
+        code, out, err = end(process)
+    assert (code, out) == (128 + signal.SIGTERM, "") and "Traceback" not in err
     assert last_line(err) == "interrupted: 0 of 8 rows are done; the same command resumes the job"
     assert_clean(tmp_path)
     assert read_rows(tmp_path / "out.jsonl") == []
 
 
-def test_a_job_killed_while_the_second_half_prefills_resumes(job, tmp_path):
-    process = job(gen_len=12)
-    read_until(process, "pass 13 of 4 rows, layer 1/")
-    process.kill()
-    code, _, err = end(process)
+def test_a_job_killed_while_the_second_half_prefills_resumes(job, tmp_path, cli):
+    job += ("--gen-len", 12)
+    with start(*job) as process:
+        read_until(process, "pass 13 of 4 rows, layer 1/")
+        process.kill()
+        code, _, err = end(process)
     if code == 0:
         pytest.skip("the job was done before the signal came")
     assert code == -signal.SIGKILL, err
     assert_clean(tmp_path)
     assert {row["index"] for row in read_rows(tmp_path / "out.jsonl")} == {4, 5, 6, 7}
-    code, _, err = end(job(gen_len=12))
+    code, _, err = cli(*job)
     assert code == 0 and "resuming: 4 of 8 rows are done" in err
     with LLM(str(tmp_path / "slow"), path="_DUMMY_", device="cpu", dtype="float32", progress=False) as llm:
         whole = llm.generate(PROMPTS, SamplingParams(max_tokens=12, ignore_eos=True))
@@ -194,8 +186,8 @@ def test_in_another_thread_a_job_runs_without_signals():
         signal.raise_signal(signal.SIGTERM)
 
 
-@pytest.mark.parametrize("stop", range(0, 30, 4))
-def test_an_interrupt_at_any_step_ends_the_job_cleanly(cli, model, tmp_path, monkeypatch, stop):
+@pytest.mark.parametrize("stop, number", list(zip((0, 4, 8, 12, 20, 28), STOPPING * 2)))
+def test_each_signal_ends_the_job_cleanly_at_any_step(cli, model, tmp_path, monkeypatch, stop, number):
     """In this process, at a call of the progress bar: of two pairs of rows, each in 3 passes of 5 layers."""
     rows = write_prompts(tmp_path / "in.jsonl", [[5, 6, 7], [8, 9], [10], [11]])
     files = ("--input-file", rows, "--output-file", tmp_path / "out.jsonl", "--offload-dir", tmp_path / "offload")
@@ -206,12 +198,12 @@ def test_an_interrupt_at_any_step_ends_the_job_cleanly(cli, model, tmp_path, mon
 
     def progress(self, j):
         if next(steps) == stop:
-            raise Interrupted(signal.SIGINT)
+            signal.raise_signal(number)
         real(self, j)
 
     monkeypatch.setattr(ProgressBar, "on_layer", progress)
     code, _, err = cli(*job)
-    assert code == 130 and last_line(err).startswith("interrupted: ")
+    assert code == 128 + number and last_line(err).startswith("interrupted: ")
     done = read_rows(tmp_path / "out.jsonl")
     assert [row["index"] for row in done] == list(range(2 * (stop // 15)))
     assert_clean(tmp_path)

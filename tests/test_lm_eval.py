@@ -130,7 +130,7 @@ def same(ours: dict, theirs: dict) -> None:
 
 @pytest.mark.parametrize(
     "args",
-    [{}, {"add_bos_token": False}, {"add_bos_token": True}, {"max_length": 40}, {"prefix_token_id": 5}],
+    [{}, {"add_bos_token": False, "max_length": 40}, {"add_bos_token": True, "prefix_token_id": 5}],
     ids=lambda args: "".join(args) or "plain",
 )
 def test_a_full_cache_scores_as_the_hf_model(evaluate, model, args):

@@ -110,7 +110,7 @@ def test_a_missing_file_or_one_that_is_not_json_is_refused(tmp_path):
         Losses.from_file(tmp_path / "a.json")
 
 
-@pytest.mark.parametrize("broken", [{"hh_ratio": "a"}, {"rise": None}, {"kv_bytes": "many"}])
-def test_values_of_another_type_are_refused(file, broken):
-    with pytest.raises(UserError, match="holds no perplexities"):
-        Losses.from_file(file([ROWS[1] | broken]))
+def test_values_of_another_type_are_refused(file):
+    for broken in ({"hh_ratio": "a"}, {"rise": None}, {"kv_bytes": "many"}):
+        with pytest.raises(UserError, match="holds no perplexities"):
+            Losses.from_file(file([ROWS[1] | broken]))

@@ -46,11 +46,6 @@ def test_fractions_are_what_the_percentages_say(policy):
             assert disk == pytest.approx(0, abs=1e-12)
 
 
-@given(policy=policies())
-def test_block_size_is_batch_size_times_batches(policy):
-    assert policy.block_size == policy.gpu_batch_size * policy.num_gpu_batches
-
-
 def test_a_policy_is_read_from_a_file(tmp_path):
     policy = Policy(7, 3, (10, 20, 30, 40, 50, 50), False, True, 99)
     (tmp_path / "p.json").write_text(policy.to_json())
@@ -80,41 +75,6 @@ def test_a_policy_is_read_from_a_file(tmp_path):
 def test_an_impossible_policy_is_refused(changes):
     with pytest.raises(UserError):
         Policy(**changes)
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        [],
-        {"gpu_batch": 3},
-        {"percent": [100, 0, 100, 0, 100]},
-        {"percent": "100 0 100 0 100 0"},
-        {"percent": [100, 0, 100, 0, "100", 0]},
-        {"overlap": "yes"},
-        {"gpu_batch_size": True},
-        {"gpu_batch_size": "4"},
-        {"policy": {"gpu_batch": 3}},
-        {"policy": []},
-        {"policy": 3},
-        {"policy": None},
-    ],
-    ids=str,
-)
-def test_a_policy_file_of_nonsense_is_refused(data, tmp_path):
-    (tmp_path / "p.json").write_text(json.dumps(data))
-    with pytest.raises(UserError):
-        given_policy(tmp_path / "p.json")
-
-
-def test_a_missing_policy_file_or_one_that_is_not_json_is_refused(tmp_path):
-    (tmp_path / "p.json").write_text("{")
-    with pytest.raises(UserError, match="not JSON"):
-        given_policy(tmp_path / "p.json")
-    (tmp_path / "q.json").write_bytes(b"\xff\xfe\x00garbage\x80")
-    with pytest.raises(UserError):
-        given_policy(tmp_path / "q.json")
-    with pytest.raises(UserError, match="cannot read"):
-        given_policy(tmp_path / "missing.json")
 
 
 # the KV budget

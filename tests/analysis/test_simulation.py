@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import cycle
 
 import pytest
 import torch
@@ -55,8 +56,7 @@ def rule_of(model, text, heavy=3, recent=4, count=2):
     return rule_for(KVBudget.from_size(heavy, recent, text), workload.longest, workload.gen_len, model.spec)
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("rule, name", list(zip(RULES, cycle(MODELS))))
 def test_masks_give_what_dropping_gives(tiny, dropping, name, rule):
     texts = tiny(name).prompts([LENGTH] * 2)
     model = resident(tiny(name))

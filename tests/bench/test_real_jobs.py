@@ -87,12 +87,6 @@ def test_the_jobs_have_realistic_rows():
     assert len({row["messages"][-1]["content"] for row in label}) > 70
 
 
-def test_rows_are_written_one_per_line(tmp_path):
-    rows = real_jobs.JOBS["chat"].rows
-    written = real_jobs.write_rows(rows, tmp_path / "x.jsonl").read_text().splitlines()
-    assert list(map(json.loads, written)) == rows
-
-
 def test_llama_server_gets_a_context_for_each_place(server):
     argv = llama_server.command(Path("x.gguf"), 80, 512, {"np": 16, "kvu": "", "t": 7})
     assert argv[argv.index("-c") + 1] == str(16 * 512)

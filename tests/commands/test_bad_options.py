@@ -15,12 +15,7 @@ pytest_plugins = ["command_tools"]
     "numbers, message",
     [
         (("60", "50", "100", "0", "100", "0"), "together at most 100"),
-        (("100", "0", "100", "1", "100", "0"), "together at most 100"),
-        (("100", "0", "100", "0", "50", "50.5"), "together at most 100"),
         (("-1", "0", "100", "0", "100", "0"), "0 or more"),
-        (("100", "0", "0", "-5", "100", "0"), "0 or more"),
-        (("101", "0", "100", "0", "100", "0"), "0 or more"),
-        (("nan", "0", "100", "0", "100", "0"), "0 or more"),
         (("100", "0", "100", "0", "inf", "0"), "0 or more"),
         (("100", "0", "100", "0", "100"), "six numbers"),
         (("100", "0", "100", "0", "100", "0", "0"), "unexpected"),
@@ -31,16 +26,23 @@ def test_percentages(refused, model, numbers, message):
     assert message in refused("--model", model, *SHORT, "--percent", *numbers)
 
 
-@pytest.mark.parametrize("value", ["0", "-1", "1.5", "x", "", "nan", "inf", "1e3"])
 @pytest.mark.parametrize(
-    "option", ["--gen-len", "--prompt-len", "--num-prompts", "--gpu-batch-size", "--num-gpu-batches"]
+    "option, value",
+    [
+        ("--gen-len", "0"),
+        ("--prompt-len", "-1"),
+        ("--num-prompts", "1.5"),
+        ("--gpu-batch-size", ""),
+        ("--num-gpu-batches", "1e3"),
+    ],
 )
 def test_sizes(refused, model, option, value):
     assert option in refused("--model", model, option, value)
 
 
-@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "x"])
-@pytest.mark.parametrize("option", ["--mem", "--gpu-mem", "--cpu-mem", "--disk-mem"])
+@pytest.mark.parametrize(
+    "option, value", [("--mem", "0"), ("--gpu-mem", "-1"), ("--cpu-mem", "nan"), ("--disk-mem", "inf")]
+)
 def test_memory_caps(refused, model, option, value):
     assert option in refused("--model", model, *SHORT, option, value)
 
@@ -48,28 +50,15 @@ def test_memory_caps(refused, model, option, value):
 @pytest.mark.parametrize(
     "option, value",
     [
-        ("--hh-ratio", "-0.1"),
         ("--hh-ratio", "1.1"),
-        ("--hh-ratio", "nan"),
-        ("--hh-ratio", "inf"),
-        ("--recent-ratio", "-1"),
         ("--recent-ratio", "20"),
-        ("--recent-ratio", "nan"),
-        ("--hh-size", "-1"),
         ("--hh-size", "2.5"),
-        ("--recent-size", "-7"),
         ("--recent-size", "x"),
         ("--temperature", "-1"),
-        ("--temperature", "nan"),
-        ("--temperature", "inf"),
-        ("--top-k", "-2"),
         ("--top-k", "0.5"),
         ("--top-p", "0"),
-        ("--top-p", "-0.5"),
-        ("--top-p", "1.5"),
         ("--top-p", "nan"),
         ("--seed", "-1"),
-        ("--seed", "1.5"),
         ("--seed", str(1 << 200)),
     ],
 )
@@ -82,8 +71,6 @@ def test_other_numbers(refused, model, option, value):
     "options",
     [
         ("--hh-size", "0", "--recent-size", "0"),
-        ("--hh-ratio", "0", "--recent-ratio", "0"),
-        ("--hh-size", "0"),
         ("--hh-ratio", "0"),
         ("--hh-ratio", "0", "--recent-size", "0"),
     ],
@@ -111,11 +98,6 @@ def test_an_unknown_dtype(refused, model):
     assert "float16" in refused("--model", model, *SHORT, "--dtype", "int8")
 
 
-@pytest.mark.parametrize("argv", [("--no-such-option",), ("--gen",), ("--gen-len",), ("word",), ("--overlap=3",)])
-def test_unknown_options(refused, model, argv):
-    assert "--help" in refused("--model", model, *argv)
-
-
 @pytest.mark.parametrize(
     "argv, message",
     [
@@ -138,9 +120,7 @@ def test_messages_lead_to_a_job_that_runs(refused, model, argv, message):
     assert message in refused("--model", model, *argv)
 
 
-@pytest.mark.parametrize(
-    "prompt_len, gen_len", [("60", "5"), ("65", "1"), ("1", "64"), (str(10**12), "1"), ("1", str(10**12))]
-)
+@pytest.mark.parametrize("prompt_len, gen_len", [("60", "5"), ("65", "1"), ("1", str(10**12))])
 def test_a_job_longer_than_the_positions(refused, model, prompt_len, gen_len):
     message = refused("--model", model, "--prompt-len", prompt_len, "--gen-len", gen_len)
     assert "64 positions" in message
@@ -188,25 +168,20 @@ def test_one_file_for_two_things(refused, model, tmp_path, pair):
     [
         (None, "cannot read"),
         (b"", "not JSON"),
-        (b"{", "not JSON"),
         (b"\xff\xfe", "not JSON"),
         (b"[" * 100_000, "not JSON"),
         (b"[]", "JSON object"),
         (b'{"gpu_batch_size": ' + b"9" * 5000 + b"}", "not JSON"),
         (b'{"policy": 5}', "JSON object"),
-        (b'{"policy": [1]}', "JSON object"),
         (b'{"gpu_batch_sise": 4}', "gpu_batch_sise"),
         (b'{"gpu_batch_size": 0}', "gpu_batch_size"),
-        (b'{"gpu_batch_size": 2.5}', "gpu_batch_size"),
         (b'{"gpu_batch_size": true}', "gpu_batch_size"),
         (b'{"num_gpu_batches": null}', "num_gpu_batches"),
         (b'{"overlap": "yes"}', "overlap"),
         (b'{"percent": [100, 0, 100, 0, 100]}', "six"),
         (b'{"percent": [100, 0, 100, 0, 100, "0"]}', "percent"),
-        (b'{"percent": [100, 0, 100, 0, 100, true]}', "percent"),
         (b'{"percent": [100, 0, 100, 0, 100, NaN]}', "percent"),
         (b'{"percent": [100, 50, 100, 0, 100, 0]}', "together at most 100"),
-        (b'{"percent": 100}', "percent"),
     ],
 )
 def test_policy_files(refused, model, tmp_path, text, message):

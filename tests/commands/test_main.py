@@ -67,19 +67,18 @@ def test_help_and_errors_name_what_was_typed(name, capsys):
     assert capsys.readouterr().err.endswith(f"(h2o-flexgen {name} --help lists the options)\n")
 
 
-@pytest.mark.parametrize("name", ["", *OURS])
-def test_help_does_not_import_torch(name):
+def test_help_does_not_import_torch():
     code = f"""
 import sys
+from contextlib import suppress
 from h2o_flexgen.commands.main import main
-try:
-    main({[*filter(None, [name]), "--help"]})
-except SystemExit:
-    pass
+for name in {["", *OURS]}:
+    with suppress(SystemExit):
+        main([*filter(None, [name]), "--help"])
 sys.exit("torch" in sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True)
-    assert done.returncode == 0 and "usage: h2o-flexgen" in done.stdout
+    assert done.returncode == 0 and done.stdout.count("usage: h2o-flexgen") == 1 + len(OURS)
 
 
 def test_it_runs_as_a_module():

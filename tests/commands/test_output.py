@@ -24,12 +24,12 @@ PRINTS = [*ROOT.glob("commands/*.py"), ROOT / "utils" / "progress.py"]
 LIBRARY = [path for path in ROOT.rglob("*.py") if path not in PRINTS]
 
 
-@pytest.mark.parametrize("path", LIBRARY, ids=lambda path: str(path.relative_to(ROOT)))
-def test_no_module_of_the_library_prints(path):
-    calls = [node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
-    assert not [f for f in calls if isinstance(f, ast.Name) and f.id == "print"]
-    loggers = [f for f in calls if isinstance(f, ast.Attribute) and f.attr == "getLogger"]
-    assert not loggers or "log = logging.getLogger(__name__)" in path.read_text()
+def test_no_module_of_the_library_prints():
+    for path in LIBRARY:
+        calls = [node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+        assert not [f for f in calls if isinstance(f, ast.Name) and f.id == "print"], path
+        loggers = [f for f in calls if isinstance(f, ast.Attribute) and f.attr == "getLogger"]
+        assert not loggers or "log = logging.getLogger(__name__)" in path.read_text(), path
 
 
 def test_a_job_by_the_library_prints_nothing_to_stdout(model, capfd):
@@ -52,13 +52,8 @@ def test_a_command_shows_warnings_once_and_plain(capsys):
 
 @pytest.mark.parametrize(
     "locale",
-    [
-        {"PYTHONIOENCODING": "ascii"},
-        {"PYTHONIOENCODING": "latin-1"},
-        {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
-        {"LC_ALL": "POSIX"},
-    ],
-    ids=str,
+    [{"PYTHONIOENCODING": "latin-1"}, {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}],
+    ids=["latin-1", "C"],
 )
 def test_characters_missing_from_the_locale_do_not_end_a_job(locale):
     """As under cron."""

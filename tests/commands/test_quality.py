@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
 import sys
 
 import pytest
-from command_tools import FP32, environment, last_line, read_until, write_rows
+from command_tools import FP32, last_line, write_rows
 from machines import laptop
 
 from h2o_flexgen import LLM
@@ -196,22 +194,22 @@ def test_a_package_that_is_missing_is_named(measured, monkeypatch, package, opti
     assert code == 2 and f"needs the package {package}: pip install {package}" in err
 
 
-def test_ctrl_c_keeps_what_was_measured(talker, text, tmp_path, measured):
-    code = (
-        "import sys; from h2o_flexgen.commands.main import main; from h2o_flexgen.utils import progress; "
-        "progress.LINE_SECONDS = 0; sys.exit(main(['quality', *sys.argv[1:]]))"
-    )
+def test_ctrl_c_keeps_what_was_measured(measured, text, tmp_path, monkeypatch):
     output = tmp_path / "quality.json"
-    options = ("--model", talker, *FP32, text, "--prompt-len", 600, "--gen-len", 600, "-o", output)
-    argv = [sys.executable, "-c", code, *map(str, options)]
-    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0, env=environment()) as job:
-        read_until(job, "setting 2/9, smoothed")
-        os.kill(job.pid, signal.SIGINT)
-        out, err = job.communicate(timeout=120)
-    assert job.returncode == 130, err
-    rows = json.loads(output.read_text())["rows"]
-    assert rows[0]["rule"] == "full" and len(rows) < 9
-    assert "full" in out.decode() and last_line(err.decode()) == "interrupted"
+    score = LLM.score
+    calls = []
+
+    def interrupted(*args, **options):
+        calls.append(args)
+        if len(calls) == 3:
+            signal.raise_signal(signal.SIGINT)
+        return score(*args, **options)
+
+    monkeypatch.setattr(LLM, "score", interrupted)
+    code, out, err = measured(text, *LENGTHS, "-o", output)
+    assert code == 130, err
+    assert [row["rule"] for row in json.loads(output.read_text())["rows"]] == ["full", "smoothed"]
+    assert "full" in out and last_line(err) == "interrupted"
 
 
 # how other commands use the file

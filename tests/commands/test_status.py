@@ -68,7 +68,7 @@ def test_a_running_job(status, out):
         assert "no row of this run has finished yet" in status(out)[1]
 
 
-@pytest.mark.parametrize("start", [0, 12.5, -1e300, 1e18, 1e300], ids=str)
+@pytest.mark.parametrize("start", [0, -1e300, 1e18], ids=str)
 def test_a_job_whose_clock_was_wrong(status, out, start):
     """It stood at 1970 when the job began, or was far ahead."""
     path = manifest_path(out)

@@ -8,6 +8,7 @@ import sys
 import pytest
 from command_tools import FP32, ON_DISK, ON_GPU, PROMPTS, percent, read_rows, write_rows
 
+from h2o_flexgen import LLM, SamplingParams
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.jobs.input import builtin_prompts, builtin_text
 from h2o_flexgen.models.tokenizer import load_tokenizer
@@ -126,18 +127,13 @@ BAD_ROWS = [
     ('{"prompt": "text, and no tokenizer"}', "tokenizer"),
     ('{"prompt": ""}', "tokenizer"),
     ('{"prompt": 5}', "text"),
-    ('{"prompt": null}', "messages"),
-    ('{"prompt": ["a"]}', "text"),
     ('{"messages": [{"role": "user", "content": "text, and no tokenizer"}]}', "tokenizer"),
     ('{"messages": []}', "empty"),
     ('{"messages": [5, 6, 7]}', "list of objects"),
-    ('{"messages": "text"}', "list of objects"),
     ('{"prompt_token_ids": [5], "temperature": "hot"}', "temperature"),
-    ('{"prompt_token_ids": [5], "temperature": -1}', "temperature"),
     ('{"prompt_token_ids": [5], "temperature": 1' + "0" * 400 + "}", "temperature"),
     ('{"prompt_token_ids": [5], "top_p": NaN}', "top_p"),
     ('{"prompt_token_ids": [5], "max_tokens": true}', "max_tokens"),
-    ('{"prompt_token_ids": [5], "max_tokens": 1.5}', "max_tokens"),
     ('{"prompt_token_ids": [5], "max_tokens": 1000}', "64 positions"),
     ('{"prompt_token_ids": [5], "stop": "a"}', "tokenizer"),
     ('{"prompt_token_ids": [5], "stop": [""]}', "stop"),
@@ -200,18 +196,15 @@ def test_nothing_but_bad_rows(refused, model, tmp_path, row, say):
     assert "none of the 3 rows" in message and say in message
 
 
-@pytest.mark.parametrize(
-    "prompts", [[[]], [""], [[128]], [[-1]], [[True]], [[2.0]], [5], [None], [[5] * 64], [[5], "text"]]
-)
-def test_bad_prompts_in_python(model, tmp_path, prompts):
-    from h2o_flexgen import LLM, SamplingParams
-
-    with LLM(str(model), device="cpu", progress=False, offload_dir=tmp_path / "offload") as llm:
-        with pytest.raises(UserError, match=f"prompt {len(prompts) - 1}: "):
-            llm.generate(prompts, SamplingParams(max_tokens=2))
-        skipped = llm.generate([[7], *prompts], SamplingParams(max_tokens=2), skip_errors=True)
-        assert skipped[-1].error and not skipped[-1].outputs
-        assert skipped[0].error is None and skipped[0].outputs[0].token_ids
+def test_bad_prompts_in_python(model):
+    bad = [[], "", [128], [-1], [True], [2.0], 5, None, [5] * 64, "text"]
+    with LLM(str(model), device="cpu", progress=False) as llm:
+        for prompt in bad:
+            with pytest.raises(UserError, match="prompt 1: "):
+                llm.generate([[5], prompt], SamplingParams(max_tokens=2))
+        good, *skipped = llm.generate([[7], *bad], SamplingParams(max_tokens=2), skip_errors=True)
+    assert good.error is None and good.outputs[0].token_ids
+    assert len(skipped) == len(bad) and all(output.error and not output.outputs for output in skipped)
 
 
 def test_rows_that_set_their_own_sampling(cli, model, tmp_path):
@@ -250,7 +243,7 @@ def test_a_line_of_a_megabyte_is_one_bad_row(cli, texts, tmp_path):
 # built-in prompts
 
 
-@pytest.mark.parametrize("length", [1, 2, 3, 17, 512, 2048, 20_000])
+@pytest.mark.parametrize("length", [1, 2, 17, 2048, 20_000])
 def test_builtin_prompts_have_exactly_the_length(texts, model, length):
     for folder in (texts, model):
         prompts = builtin_prompts(load_tokenizer(folder), 300, 5, length)
@@ -261,13 +254,12 @@ def test_builtin_prompts_have_exactly_the_length(texts, model, length):
             assert all(2 not in ids[1:] for ids in prompts)
 
 
-@pytest.mark.parametrize("count, length", [(120, 64), (4096, 512)])
-def test_builtin_prompts_are_many_and_differ(texts, count, length):
+def test_builtin_prompts_are_many_and_differ(texts):
     tokenizer = load_tokenizer(texts)
-    prompts = builtin_prompts(tokenizer, 300, count, length)
-    assert len(prompts) == count and all(len(ids) == length for ids in prompts)
-    assert len({tuple(ids) for ids in prompts}) == count
-    assert builtin_prompts(tokenizer, 300, count, length) == prompts
+    prompts = builtin_prompts(tokenizer, 300, 1024, 512)
+    assert len(prompts) == 1024 and all(len(ids) == 512 for ids in prompts)
+    assert len({tuple(ids) for ids in prompts}) == 1024
+    assert builtin_prompts(tokenizer, 300, 1024, 512) == prompts
 
 
 def test_builtin_prompts_wrap_around_at_the_end_of_their_text(texts, monkeypatch):

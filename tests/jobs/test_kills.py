@@ -9,6 +9,7 @@ By hand, with more kills, or of the demo model, which writes the figures to docs
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import random
@@ -19,12 +20,14 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[1:3]]
 from command_tools import FP32, ON_DISK, end, percent, read_rows, start, wide, write_rows  # noqa: E402
 
 from bench import common  # noqa: E402
+from h2o_flexgen.commands.main import run_command  # noqa: E402
 
 #: a random model whose job, all on disk, takes some seconds
 MODEL = wide(128, vocab_size=256, num_hidden_layers=6, num_attention_heads=8, max_position_embeddings=512)
@@ -91,9 +94,16 @@ def kill_until_done(argv: tuple, path: Path, kills: int, seconds: float, rng: ra
         assert code == -signal.SIGKILL, said + err
         struck = struck + 1
         later = later + was_late
-    code, _, err = end(start(*argv), timeout=600)
-    assert code == 0, err
+    undisturbed(argv)
     return {"kills": struck, "behind_the_first_block": later}
+
+
+def undisturbed(argv: tuple) -> None:
+    """Run a job to its end in this process."""
+    printed = io.StringIO()
+    with redirect_stderr(printed), redirect_stdout(printed):
+        code = run_command("generate", [*map(str, argv)], "")
+    assert code == 0, printed.getvalue()
 
 
 def once_it_runs(process: subprocess.Popen) -> str:
@@ -107,8 +117,7 @@ def once_it_runs(process: subprocess.Popen) -> str:
 def check(folder: Path, model: tuple, count: int, kills: int, seconds: float = 1.0) -> dict:
     """Kill a job `kills` times, starting over whenever it is done, and compare each with an undisturbed one."""
     write_rows(folder / "in.jsonl", rows(count))
-    code, _, err = end(start(*command(folder, model, "whole.jsonl")), timeout=600)
-    assert code == 0, err
+    undisturbed(command(folder, model, "whole.jsonl"))
     whole = read_rows(folder / "whole.jsonl")
     rng = random.Random(kills)
     jobs = 0
@@ -125,11 +134,11 @@ def check(folder: Path, model: tuple, count: int, kills: int, seconds: float = 1
     return {**total, "jobs": jobs, "rows": count, "block": f"{BATCH} x {BATCHES}"}
 
 
-def test_two_kills(tmp_path):
+def test_a_job_is_killed(tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(MODEL))
     model = ("--model", tmp_path / "model", "--path", "_DUMMY_")
-    assert check(tmp_path, model, 12, 2)["kills"] == 2
+    assert check(tmp_path, model, 8, 1)["kills"] == 1
 
 
 def main() -> None:

@@ -133,40 +133,41 @@ def test_content_parts_of_text_are_joined(run):
 IMAGE = [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}]
 
 
-@pytest.mark.parametrize(
-    "request_, param, say",
-    [
-        (chat(tools=[{"type": "function"}]), "tools", "tools is not supported"),
-        (chat(n=2), "n", "n is not supported"),
-        (chat(stream=True), "stream", "stream is not"),
-        (chat(logprobs=True, top_logprobs=5), "top_logprobs", "top_logprobs is not"),
-        (chat(response_format={"type": "json_object"}), "response_format", "response_format is not"),
-        (chat(frequency_penalty=0.5), "frequency_penalty", "frequency_penalty is not"),
-        (chat(messages=[{"role": "user", "content": IMAGE}]), "messages", "of type text, not 'image_url'"),
-        (chat(messages=[]), "messages", "empty"),
-        (chat(messages=None), "messages", "list"),
-        (chat(messages=[{"role": "user"}]), "messages", '"content" must be a text'),
-        (chat(max_tokens=5000), None, "1280 positions"),
-        (chat(temperature="hot"), "temperature", "temperature"),
-        (chat(temperature=-1), None, "temperature"),
-        (completion(echo=True), "echo", "echo is not"),
-        (completion(logprobs=5), "logprobs", "must be 0"),
-        (completion(prompt=["a", "b"]), "prompt", "one text"),
-        (completion(prompt=None), "prompt", "one text"),
-        (completion(prompt=""), None, "empty"),
-        (chat() | {"url": "/v1/embeddings"}, "url", "url must be one of /v1/chat/completions, /v1/completions"),
-        (chat() | {"url": ["x"]}, "url", "url must be"),
-        (chat() | {"method": "GET"}, "method", "method must be POST, not 'GET'"),
-        (chat() | {"body": "text"}, "body", "body must be an object"),
-    ],
-    ids=lambda value: value if isinstance(value, str) and " " in value else "",
-)
-def test_a_request_that_cannot_be_run_fails_alone_as_openais_do(run, request_, param, say):
-    bad, good = run([request_, chat("good")])
-    assert (bad["custom_id"], bad["error"], bad["response"]["status_code"]) == (request_["custom_id"], None, 400)
-    error = bad["response"]["body"]["error"]
-    assert list(error) == ["message", "type", "param", "code"]
-    assert say in error["message"] and (error["type"], error["param"]) == ("invalid_request_error", param)
+#: requests, the parameter that the error names, and what it says
+BAD = [
+    (chat(tools=[{"type": "function"}]), "tools", "tools is not supported"),
+    (chat(n=2), "n", "n is not supported"),
+    (chat(stream=True), "stream", "stream is not"),
+    (chat(logprobs=True, top_logprobs=5), "top_logprobs", "top_logprobs is not"),
+    (chat(response_format={"type": "json_object"}), "response_format", "response_format is not"),
+    (chat(frequency_penalty=0.5), "frequency_penalty", "frequency_penalty is not"),
+    (chat(messages=[{"role": "user", "content": IMAGE}]), "messages", "of type text, not 'image_url'"),
+    (chat(messages=[]), "messages", "empty"),
+    (chat(messages=None), "messages", "list"),
+    (chat(messages=[{"role": "user"}]), "messages", '"content" must be a text'),
+    (chat(max_tokens=5000), None, "1280 positions"),
+    (chat(temperature="hot"), "temperature", "temperature"),
+    (chat(temperature=-1), None, "temperature"),
+    (completion(echo=True), "echo", "echo is not"),
+    (completion(logprobs=5), "logprobs", "must be 0"),
+    (completion(prompt=["a", "b"]), "prompt", "one text"),
+    (completion(prompt=None), "prompt", "one text"),
+    (completion(prompt=""), None, "empty"),
+    (chat() | {"url": "/v1/embeddings"}, "url", "url must be one of /v1/chat/completions, /v1/completions"),
+    (chat() | {"url": ["x"]}, "url", "url must be"),
+    (chat() | {"method": "GET"}, "method", "method must be POST, not 'GET'"),
+    (chat() | {"body": "text"}, "body", "body must be an object"),
+]
+
+
+def test_requests_that_cannot_be_run_fail_alone_as_openais_do(run):
+    requests = [request | {"custom_id": f"bad {n}"} for n, (request, *_) in enumerate(BAD)]
+    *found, good = run([*requests, chat("good")])
+    for n, (line, (_, param, say)) in enumerate(zip(found, BAD, strict=True)):
+        assert (line["custom_id"], line["error"], line["response"]["status_code"]) == (f"bad {n}", None, 400)
+        error = line["response"]["body"]["error"]
+        assert list(error) == ["message", "type", "param", "code"]
+        assert say in error["message"] and (error["type"], error["param"]) == ("invalid_request_error", param)
     body_of(good)
 
 

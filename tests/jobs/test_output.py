@@ -62,8 +62,10 @@ def test_a_link_to_an_output_file_stays_one(cli, model, tmp_path):
     assert link.is_symlink() and len(read_rows(real)) == len(PROMPTS)
 
 
-@pytest.mark.parametrize("option", ["--output-file", "--report"])
-@pytest.mark.parametrize("where", ["no/such/folder/out", ".", "file/out", "link"])
+@pytest.mark.parametrize(
+    "option, where",
+    [("--output-file", "no/such/folder/out"), ("--report", "."), ("--output-file", "file/out"), ("--report", "link")],
+)
 def test_an_output_that_cannot_be_written(refused, model, tmp_path, monkeypatch, option, where):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("a file")
@@ -93,8 +95,9 @@ def precious(tmp_path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", [".out.jsonl.new", ".out.jsonl.manifest.json.new"])
-@pytest.mark.parametrize("make", [os.symlink, os.link], ids=["link", "hard link"])
+@pytest.mark.parametrize(
+    "name, make", [(".out.jsonl.new", os.symlink), (".out.jsonl.manifest.json.new", os.link)], ids=["link", "hard link"]
+)
 def test_a_link_in_the_place_of_a_file_of_the_job_is_not_followed(cli, model, tmp_path, precious, name, make):
     make(precious, tmp_path / name)
     code, _, err = cli("--model", model, *SHORT, "--output-file", tmp_path / "out.jsonl")

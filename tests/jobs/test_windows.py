@@ -64,7 +64,7 @@ ROW = st.fixed_dictionaries(
 
 
 @given(st.lists(ROW, min_size=1, max_size=12), st.integers(0, 12), st.data())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_a_job_stopped_anywhere_ends_as_if_never_stopped(llm, rows, names, data):
     """Even if the input changes: the first rows have names; all may move, some are removed, and new ones added."""
     llm.window = data.draw(st.integers(1, 5))
@@ -256,7 +256,7 @@ def test_a_duplicate_row_is_found_among_those_with_its_hash(llm, tmp_path, weak_
 
 
 @given(st.lists(st.sampled_from([b"a", b"bc", b" ", b"\r", b"\n", b"\r\n", b"\x0b", b"\x85"]), max_size=30), st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_lines_do_not_depend_on_the_blocks_that_are_read(parts, data):
     text = b"-" + b"".join(parts)
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
@@ -281,10 +281,10 @@ def test_a_pipe_is_copied_into_an_unnamed_file_and_read_again(tmp_path, monkeypa
     assert os.listdir(tmp_path) == []
 
 
-def test_six_times_the_rows_take_the_same_memory(tmp_path):
+def test_four_times_the_rows_take_the_same_memory(tmp_path):
     """Except for a few bytes of each row: the limit of a million rows, 200 MB and 16 bytes a row, scaled down."""
     write_model(tmp_path / "model", config=TINY | {"max_position_embeddings": 128})
-    argv = [sys.executable, ROOT / "tests" / "stub_engine.py", tmp_path, "10000", "60000"]
+    argv = [sys.executable, ROOT / "tests" / "stub_engine.py", tmp_path, "5000", "20000"]
     done = subprocess.run(argv, env=environment(), capture_output=True, text=True, check=True)
     few, many = map(int, done.stdout.split())
-    assert many - few < (200e6 + 16 * 1_000_000) / 20
+    assert many - few < (200e6 + 16 * 1_000_000) * 15_000 / 1_000_000

@@ -24,7 +24,7 @@ from h2o_flexgen.storage.activations import WRITE_BACKS
 NO_LIMITS = Resources(dict.fromkeys(("gpu", "cpu", "disk", "ram"), 1 << 60))
 #: one rule of each kind: growing, two sizes of budget, more metadata, one that cuts the prompt and then grows
 RULES = [FullCache(), HeavyHitterCache(50, 50), HeavyHitterCache(5, 400), ValueNormCache(50, 50), SnapKVCache(50, 50)]
-few = settings(max_examples=40)
+few = settings(max_examples=20)
 
 
 @pytest.fixture(scope="module")

@@ -90,7 +90,8 @@ def test_given_sizes_are_kept_by_resident_and_by_searched_policies():
 
 
 def test_an_automatic_budget_is_the_largest_that_is_free():
-    choice = planner_of(laptop(), "opt-6.7b").choose(JOB, resources(gpu=6), kv_budget="auto")
+    few = replace(JOB, prompt_lens=(128,) * 12)
+    choice = planner_of(laptop(), "opt-6.7b").choose(few, resources(gpu=6), kv_budget="auto")
     chosen = largest_free(choice.curve)
     assert len(choice.curve) > 5 and choice.curve[0].ratio == 0.1
     slots = choice.rule.budget or sum(choice.rule.segments(JOB.longest, JOB.gen_len))

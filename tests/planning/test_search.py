@@ -157,7 +157,7 @@ def test_the_head_goes_to_the_device_where_that_makes_room(job):
 
 
 def test_with_h2o_the_block_is_larger():
-    job = {"profile": laptop(), "model": "facebook/opt-6.7b", "prompts": 400, "prompt_len": 512, "gpu": 8, "disk": 20}
+    job = {"profile": laptop(), "model": "facebook/opt-6.7b", "prompts": 100, "prompt_len": 512, "gpu": 8, "disk": 20}
     full, evicting = search(**job).best(), search(**job, hh_ratio=0.1).best()
     assert evicting.policy.block_size > full.policy.block_size
     assert evicting.prediction.tokens_per_s > full.prediction.tokens_per_s
@@ -172,7 +172,7 @@ def test_micro_batches_of_prefill_are_small_where_memory_is_tight():
     assert tight.prediction.tokens_per_s > large.prediction.tokens_per_s
 
 
-@pytest.mark.parametrize("prompt_len, found", [(16, {2048}), (128, {2048, 512}), (1100, {2048, 512}), (3000, {2048})])
+@pytest.mark.parametrize("prompt_len, found", [(16, {2048}), (128, {2048, 512}), (3000, {2048})])
 def test_micro_batches_of_the_same_size_are_tried_once(prompt_len, found):
     sizes = search(laptop(), model="meta-llama/Llama-3.2-1B", prompts=8, prompt_len=prompt_len).unplaced()
     assert {policy.prefill_tokens for policy in sizes if policy.gpu_batch_size == 8} == found

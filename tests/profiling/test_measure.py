@@ -176,7 +176,7 @@ def test_a_gpu_without_memory_is_an_error_of_one_line(monkeypatch, tmp_path):
 
     monkeypatch.setattr(hardware, "measure_compute", full)
     with pytest.raises(UserError, match="too little memory left to measure"):
-        hardware.measure(open_device("cpu"), torch.float32, tmp_path)
+        hardware.measure(open_device("cpu"), torch.float32, tmp_path, False, TINY)
 
 
 def test_a_folder_that_is_not_writable_is_an_error(tmp_path):

@@ -48,26 +48,19 @@ def entry(**changes) -> bytes:
         b"garbage!",
         b"\xff\xfe\xfd\xfc",
         b"[]",
-        b"7",
-        b'"text"',
         b"null",
         b'{"t": []}',
-        b'{"t": 5}',
         b'{"t": {"dtype": "F32"}}',
         b"[" * 100_000,
         entry(data_offsets=[0, "x"]),
-        entry(data_offsets=5),
         entry(data_offsets=[0]),
         entry(data_offsets=[16, 0]),
-        entry(data_offsets=[-16, 0]),
         entry(data_offsets=[0, 15]),
         entry(data_offsets=[0.0, 16.0]),
         entry(shape=[8]),
-        entry(shape=["4"]),
         entry(shape=[-4]),
         entry(shape=4),
         entry(dtype=["F32"]),
-        entry(dtype=5),
     ],
 )
 def test_a_garbage_header(refused, broken, header):
@@ -81,31 +74,27 @@ def test_a_header_longer_than_the_file(refused, broken):
     assert "model.safetensors" in refused("--model", broken, *SHORT)
 
 
-def test_a_missing_tensor(refused, tmp_path):
+@pytest.mark.parametrize(
+    "tensor, words",
+    [
+        (None, ["no tensor"]),
+        (torch.zeros(32, 64), ["[32, 64]", "[64, 32]"]),
+        (torch.zeros(64, 32, dtype=torch.int8), ["I8"]),
+    ],
+    ids=["missing", "shape", "type"],
+)
+def test_a_tensor_of_another_kind(refused, tmp_path, tensor, words):
     state = tiny_state()
-    del state["model.decoder.layers.1.fc1.weight"]
-    folder = write_model(tmp_path / "missing", state)
-    assert "no tensor 'model.decoder.layers.1.fc1.weight'" in refused("--model", folder, *SHORT)
-
-
-def test_a_tensor_of_a_wrong_shape(refused, tmp_path):
-    state = tiny_state()
-    state["model.decoder.layers.1.fc1.weight"] = torch.zeros(32, 64)
-    folder = write_model(tmp_path / "shape", state)
+    name = "model.decoder.layers.1.fc1.weight"
+    del state[name]
+    folder = write_model(tmp_path / "m", state | ({} if tensor is None else {name: tensor}))
     message = refused("--model", folder, *SHORT)
-    assert "decoder.layers.1.fc1.weight" in message and "[32, 64]" in message and "[64, 32]" in message
+    assert all(word in message for word in (name.removeprefix("model."), *words))
 
 
-def test_a_tensor_that_is_not_float(refused, tmp_path):
-    state = tiny_state()
-    state["model.decoder.layers.1.fc1.weight"] = torch.zeros(64, 32, dtype=torch.int8)
-    folder = write_model(tmp_path / "int8", state)
-    message = refused("--model", folder, *SHORT)
-    assert "decoder.layers.1.fc1.weight" in message and "I8" in message
-
-
-@pytest.mark.parametrize("number", [float("nan"), float("inf")])
-@pytest.mark.parametrize("placement", [ON_GPU, ON_CPU, ON_DISK], ids=["gpu", "cpu", "disk"])
+@pytest.mark.parametrize(
+    "placement, number", [(ON_GPU, torch.nan), (ON_CPU, torch.inf), (ON_DISK, torch.nan)], ids=["gpu", "cpu", "disk"]
+)
 def test_weights_that_are_not_finite(refused, tmp_path, placement, number):
     state = tiny_state()
     state["model.decoder.layers.1.self_attn.v_proj.weight"][3, 5] = number

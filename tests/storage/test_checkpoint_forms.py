@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -184,11 +185,10 @@ def test_a_missing_tensor_is_reported_by_its_full_name(tmp_path):
             Checkpoint(tmp_path).check({name: (1,)})
 
 
-@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
-def test_every_form_gives_the_tokens_of_transformers(generate, reference, tmp_path, form):
+@pytest.mark.parametrize("form, tier", list(zip(FORMS, cycle(TIERS))), ids=lambda each: getattr(each, "__name__", each))
+def test_every_form_gives_the_tokens_of_transformers(generate, reference, tmp_path, form, tier):
     form(tmp_path / "model")
-    for tier in TIERS.values():
-        assert tokens(generate("--model", tmp_path / "model", *percent(tier))) == reference
+    assert tokens(generate("--model", tmp_path / "model", *percent(TIERS[tier]))) == reference
 
 
 def test_path_may_name_weights_apart_from_the_model(generate, reference, model, tmp_path):
@@ -198,8 +198,10 @@ def test_path_may_name_weights_apart_from_the_model(generate, reference, model, 
 # dtypes other than that of the computation
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("overlap", ["--overlap", "--no-overlap"])
+@pytest.mark.parametrize(
+    "dtype, overlap",
+    [(torch.float16, "--overlap"), (torch.bfloat16, "--no-overlap"), (torch.float64, "--overlap")],
+)
 def test_a_checkpoint_in_another_dtype_is_converted_as_it_moves(generate, tmp_path, dtype, overlap):
     state = tiny_state(dtype=dtype)
     stored = write_model(tmp_path / "stored", state)
@@ -225,9 +227,8 @@ def test_every_dtype_computes_from_disk(cli, tmp_path, dtype):
     """`--dtype auto` may differ from the checkpoint's, as for every OPT checkpoint (fp16) on a CPU."""
     stored = write_model(tmp_path / "stored", tiny_state(dtype=torch.float16))
     job = ("--model", stored, "--dtype", dtype, "--device", "cpu", "--prompt-len", 6, "--gen-len", 4)
-    for overlap in ("--overlap", "--no-overlap"):
-        code, _, err = cli(*job, *percent(ON_DISK), overlap, "--offload-dir", tmp_path / "offload")
-        assert code == 0, err
+    code, _, err = cli(*job, *percent(ON_DISK), "--offload-dir", tmp_path / "offload")
+    assert code == 0, err
 
 
 # any offset in the file

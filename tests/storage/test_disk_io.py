@@ -94,8 +94,7 @@ def test_any_write_is_exact_and_touches_nothing_else(tmp_path_factory, writes, p
     file.close()
 
 
-@pytest.mark.parametrize("mib, parts", [(0, 0), (1, 1), (5, 1), (8, 1), (32, 4)])
-@pytest.mark.parametrize("more", [0, 100, PAGE])
+@pytest.mark.parametrize("mib, more, parts", [(0, 0, 0), (1, 100, 1), (5, PAGE, 1), (8, 0, 1), (32, 100, 4)])
 def test_prefetches_may_be_large_requests(tmp_path, mib, parts, more):
     nbytes = mib and (mib << 20) + more
     content = np.random.default_rng(mib).integers(0, 256, nbytes, dtype=np.uint8)

@@ -111,7 +111,7 @@ def replay(file: File, layout: KVLayout, steps: list[tuple[int, torch.Tensor]]) 
     return mirrored.compacted
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(form=FORMS, batch=st.integers(1, 3), slots=st.integers(1, 40), seed=st.integers(0, 100))
 def test_a_cache_of_fixed_size(file, form, batch, slots, seed):
     layout = KVLayout(batch, HEADS, (slots,), HEAD_DIM, form, *FIXED)
@@ -120,7 +120,7 @@ def test_a_cache_of_fixed_size(file, form, batch, slots, seed):
     assert replay(file, layout, [(slots, victim) for victim in victims]) > 0  # a slot may be logged twice
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(
     form=FORMS,
     segments=st.tuples(st.integers(3, 9), st.integers(1, 5), st.integers(1, 5), st.integers(1, 5)),
@@ -139,7 +139,7 @@ def test_a_cache_that_grows_by_segments(file, form, segments, lags):
 # sequences that take the places of others
 
 
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(form=FORMS, batch=st.integers(2, 5), slots=st.integers(1, 40), seed=st.integers(0, 1000))
 def test_sequences_come_and_go_in_a_cache_of_fixed_size(file, form, batch, slots, seed):
     layout = KVLayout(batch, HEADS, (slots,), HEAD_DIM, form, *FIXED)
@@ -155,7 +155,7 @@ def test_sequences_come_and_go_in_a_cache_of_fixed_size(file, form, batch, slots
     mirrored.io.close()
 
 
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(
     form=FORMS,
     segments=st.tuples(st.integers(3, 9), st.integers(1, 5), st.integers(1, 5), st.integers(1, 5)),
