@@ -275,7 +275,7 @@ def choose(
     workload = replace(one, prompt_lens=one.prompt_lens * count)
     choice = planner.choose(workload, resources, policy, kv_budget, compress_cache)
     if choice.rule.growth != "fixed":
-        raise UserError(f"the `kv_rule` {kv_budget.rule} keeps all that is generated: a session needs one with an end")
+        raise UserError(f"the `kv_rule` {kv_budget.rule} keeps every generated token: a session needs one that evicts")
     batches = ceil(count / choice.policy.gpu_batch_size)
     if choice.policy.num_gpu_batches != batches:
         policy = replace(choice.policy, num_gpu_batches=batches)
