@@ -13,7 +13,7 @@ from tqdm import tqdm  # noqa: E402
 from h2o_flexgen.utils.interrupts import STOPPING  # noqa: E402
 
 tqdm.monitor_interval = 0  # its thread comes with the first bar of a process: tests count threads
-settings.register_profile("exact", deadline=None, derandomize=True, max_examples=100)
+settings.register_profile("exact", deadline=None, derandomize=True, max_examples=40)
 settings.load_profile("exact")
 pytest.register_assert_rewrite("command_tools")
 

@@ -52,13 +52,13 @@ def test_no_space_when_the_files_are_made(refused, model, monkeypatch):
     assert "No space left" in message and "--offload-dir" in message
 
 
-@pytest.mark.parametrize("overlap", ["--overlap", "--no-overlap"])
 @pytest.mark.parametrize(
-    "what, after",
+    "what, after, overlap",
     [
-        *((("100", "0", "0", "0", "100", "0"), n) for n in (0, 3, 20)),
-        *((("100", "0", "100", "0", "0", "0"), n) for n in (0, 3, 7)),  # activations are written in prefill only
-        *((ON_DISK, n) for n in (0, 3, 20)),
+        (("100", "0", "0", "0", "100", "0"), 20, "--overlap"),
+        (("100", "0", "100", "0", "0", "0"), 7, "--no-overlap"),  # activations are written in prefill only
+        (ON_DISK, 0, "--overlap"),
+        (ON_DISK, 3, "--no-overlap"),
     ],
 )
 def test_no_space_during_the_run(refused, model, monkeypatch, what, after, overlap):
@@ -77,8 +77,7 @@ def test_no_space_during_the_run(refused, model, monkeypatch, what, after, overl
     assert next(calls) > after
 
 
-@pytest.mark.parametrize("overlap", ["--overlap", "--no-overlap"])
-@pytest.mark.parametrize("after", [0, 30])
+@pytest.mark.parametrize("after, overlap", [(0, "--overlap"), (30, "--no-overlap")])
 def test_a_disk_that_stops_reading(refused, model, monkeypatch, overlap, after):
     calls = iter(range(10**9))
     real = os.preadv

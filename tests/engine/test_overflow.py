@@ -55,10 +55,7 @@ def healthy_prompts(model, token, lengths, max_tokens, budget, behind=()):
 
 
 POLICIES = {
-    "gpu": dict(percent=ALL_GPU, gpu_batch_size=3, num_gpu_batches=2),
-    "cpu": dict(percent=ALL_CPU, gpu_batch_size=3, num_gpu_batches=2),
     "cpu_attention": dict(percent=ALL_CPU, gpu_batch_size=3, num_gpu_batches=2, cpu_cache_compute=True),
-    "disk": dict(percent=ALL_DISK, gpu_batch_size=3, num_gpu_batches=2),
     "disk_micro": dict(percent=ALL_DISK, gpu_batch_size=12, prefill_tokens=24),
     "mixed_one_by_one": dict(percent=MIXED, gpu_batch_size=1, num_gpu_batches=3),
 }
@@ -166,7 +163,7 @@ def test_weights_too_large_for_fp16_get_advice(tmp_path):
             llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4))
 
 
-@pytest.mark.parametrize("percent", [ALL_GPU, ALL_CPU, ALL_DISK], ids=str)
+@pytest.mark.parametrize("percent", [ALL_GPU, ALL_DISK], ids=str)
 def test_a_checkpoint_with_nan_is_named(tiny, tmp_path, percent):
     model = zoo.build("untied", tmp_path / "broken")
     with torch.no_grad():

@@ -6,14 +6,14 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from h2o_flexgen.engine import batch, prefixes
 from h2o_flexgen.engine.batch import Piece, PromptPiece, Sequence, cut
 from h2o_flexgen.engine.params import SamplingParams
 from h2o_flexgen.engine.prefixes import Node
-from h2o_flexgen.engine.scheduler import BatchPass, Pass, Scheduler, compacted, micro_batch
+from h2o_flexgen.engine.scheduler import BatchPass, Pass, Scheduler, micro_batch
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -175,7 +175,6 @@ class Walked:
 # rows and places
 
 
-@settings(max_examples=60)
 @given(job=jobs())
 def test_every_row_runs_once_and_to_its_end(job):
     """From the pass in which it prefills, without a gap."""
@@ -188,7 +187,6 @@ def test_every_row_runs_once_and_to_its_end(job):
         assert all((s in pass_.rows) == (begin <= n <= end) for n, pass_ in enumerate(walked.passes))
 
 
-@settings(max_examples=60)
 @given(job=jobs())
 def test_places_say_where_rows_are_and_moves_where_they_were(job):
     """The first places of a batch are in use, and rows move only to places that have become free."""
@@ -206,7 +204,6 @@ def test_places_say_where_rows_are_and_moves_where_they_were(job):
         assert each.rows[len(each.rows) - len(new) :] == new
 
 
-@settings(max_examples=60)
 @given(job=jobs(slots=["alike"], window=False))
 def test_no_place_stays_free_while_rows_wait(job):
     """Unless fewer than `least` are."""
@@ -218,7 +215,6 @@ def test_no_place_stays_free_while_rows_wait(job):
             assert len(pass_.rows) == min(sum(job.sizes), len(pass_.rows) + waiting)
 
 
-@settings(max_examples=60)
 @given(job=jobs())
 def test_an_empty_batch_is_laid_out_for_every_row_that_enters_it(job):
     """And within the job's allocation, in each kind of layer."""
@@ -238,7 +234,6 @@ def fits(needed: tuple[int, ...], room: tuple[int, ...]) -> bool:
     return all(a <= b for a, b in zip(needed, room, strict=True))
 
 
-@settings(max_examples=60)
 @given(job=jobs(early=False))
 def test_rows_that_end_by_their_length_are_known_to_end(job):
     """So that nothing more is fetched for them, and nothing at all in the last pass."""
@@ -295,24 +290,9 @@ def test_rows_are_read_as_they_are_needed():
     assert read == list(range(100))
 
 
-@given(ended=st.lists(st.booleans(), max_size=12))
-def test_the_last_rows_move_into_the_places_of_those_that_have_ended(ended):
-    rows = [row(n, [1]) for n in range(len(ended))]
-    for s, has_ended in zip(rows, ended):
-        s.finish_reason = "stop" if has_ended else None
-    found = compacted(rows)
-    left = [s for s in rows if s.finish_reason is None]
-    assert set(found.rows) == set(left) and len(found.rows) == len(left)
-    assert len(found.moves) == sum(ended[: len(left)])  # no more than needed
-    for source, target in found.moves:
-        rows[target] = rows[source]
-    assert found.rows == rows[: len(left)] and found.places == [target for _, target in found.moves]
-
-
 # pieces
 
 
-@settings(max_examples=60)
 @given(job=jobs())
 def test_every_token_is_computed_once_and_prefixes_before_their_prompts(job):
     walked = Walked(job)
@@ -329,7 +309,6 @@ def test_every_token_is_computed_once_and_prefixes_before_their_prompts(job):
         assert all(node.prompt == s.prompt[: node.end] for node in nodes)
 
 
-@settings(max_examples=60)
 @given(job=jobs())
 def test_each_node_is_computed_once_and_freed_once(job):
     walked = Walked(job)
@@ -340,7 +319,6 @@ def test_each_node_is_computed_once_and_freed_once(job):
     assert nodes <= set(walked.computed) and not any(node.texts for node in walked.computed)
 
 
-@settings(max_examples=60)
 @given(job=jobs(slots=["alike"]))
 def test_one_path_of_nodes_is_alive_at_a_time(job):
     """As the plan assumes."""
@@ -349,7 +327,6 @@ def test_one_path_of_nodes_is_alive_at_a_time(job):
         assert set(alive) <= set(longest.path() if longest else [])
 
 
-@settings(max_examples=60)
 @given(job=jobs())
 def test_micro_batches_and_chunks_stay_within_their_tokens(job):
     walked = Walked(job)
@@ -374,13 +351,6 @@ def test_prompts_prefill_together_while_they_fit(lengths, prefill_tokens):
     count = micro_batch(rows, prefill_tokens)
     assert count == 1 or count * max(lengths[:count]) <= prefill_tokens
     assert count == len(rows) or (count + 1) * max(lengths[: count + 1]) > prefill_tokens
-
-
-def test_prompts_with_different_prefixes_do_not_prefill_together():
-    node = Node(None, [1])
-    rows = [row(n, [1, 2]) for n in range(4)]
-    rows[0].path = rows[1].path = node
-    assert [micro_batch(rows[n:], 1000) for n in range(4)] == [2, 1, 2, 1]
 
 
 @st.composite

@@ -102,8 +102,7 @@ def test_queries_behind_cached_tokens_see_them_and_no_empty_place(B, KV, group, 
         assert not score[b, :, n:cached_len].any()
 
 
-@pytest.mark.parametrize("KV, group", [(3, 1), (2, 3), (1, 8)])
-@pytest.mark.parametrize("T", [63, 64, 65, 127, 128, 129, 255, 256, 257, 300])
+@pytest.mark.parametrize("T, KV, group", [(64, 3, 1), (65, 2, 3), (128, 1, 8), (256, 2, 3), (257, 3, 1)])
 def test_lengths_around_the_default_chunk(T, KV, group):
     assert_like_naive(2, KV, group, T, 8, [T, T - 37], seed=T)
 
@@ -115,9 +114,8 @@ def test_large_logits_do_not_overflow_the_sums():
     torch.testing.assert_close(score[0, 0].sum(), torch.tensor(5.0))
 
 
-@pytest.mark.parametrize("group", [1, 3, 8])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("T", [5, 70, 300])
+@pytest.mark.parametrize("T, group", [(5, 8), (70, 1), (300, 3)])
 def test_scores_are_fp32_sums_in_every_dtype(dtype, T, group):
     """Rounding must not swallow hundreds of small probabilities."""
     q, k, v = random_prompts(2, 2, group, T, 8, T, dtype)
@@ -173,8 +171,7 @@ def test_attention_over_segments_is_attention_over_their_slots(B, KV, group, D, 
     assert_cached_like_naive(B, KV, group, D, segments, per_head, seed)
 
 
-@pytest.mark.parametrize("group", [1, 3, 8])
-@pytest.mark.parametrize("elements", [None, 1, 100, 1 << 20])
+@pytest.mark.parametrize("elements, group", [(None, 1), (None, 8), (1, 3), (100, 3), (1 << 20, 8)])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_cache_in_16_bits_gives_the_plain_formula(monkeypatch, dtype, elements, group):
     """By compiled loops; without them in fp16 a few heads at a time, in bf16 by matmuls."""
@@ -211,8 +208,7 @@ def marked(*shape, dtype):
     return (signs * Repeats.MARK).expand(shape).to(dtype).contiguous()
 
 
-@pytest.mark.parametrize("group", [2, 8])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype, group", [(torch.float32, 2), (torch.bfloat16, 8), (torch.float16, 2)])
 @pytest.mark.parametrize("of", ["prompt", "prompt_with_scores", "cache"])
 def test_k_and_v_of_a_group_are_never_repeated_in_memory(of, dtype, group):
     B, KV, T, D = 2, 3, 20, 64
@@ -271,8 +267,7 @@ def test_a_gpu_chunks_prompts_where_torch_would_need_too_much(monkeypatch, capab
     assert bool(calls) is fused[group]
 
 
-@pytest.mark.parametrize("group", [1, 3])
-@pytest.mark.parametrize("T", [1, 255, 257, 1000])
+@pytest.mark.parametrize("T, group", [(1, 1), (255, 3), (257, 1), (1000, 3)])
 @pytest.mark.parametrize("slow", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_plan_counts_the_buffers_of_chunks(monkeypatch, dtype, slow, T, group):

@@ -40,8 +40,7 @@ def weights(out: int = OUT, width: int = WIDTH) -> tuple[torch.Tensor, Int8Weigh
     return w, Int8Weight(torch.stack(codes).to(torch.int8), torch.tensor(scale))
 
 
-@pytest.mark.parametrize("few", [MAX_OUTLIERS, 0])
-@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize("few, has_bias", [(MAX_OUTLIERS, True), (0, False)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_it_is_the_matmul_of_the_rounded_values(loops, dtype, has_bias, few):
     (w, weight), x = weights(), activations().to(dtype)
@@ -76,7 +75,7 @@ def test_threads_keep_the_outliers_that_others_find(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     alone = int8.quantise(x)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    for _ in range(20):
+    for _ in range(5):
         assert all(map(torch.equal, vars(int8.quantise(x)).values(), vars(alone).values()))
 
 
@@ -111,7 +110,7 @@ def test_every_kernel_gives_the_same_to_the_bit(kernel, width, monkeypatch):
 
 
 @pytest.mark.parametrize("codes", ["int16", "uint8"])
-@pytest.mark.parametrize("rows, width, out", [(1, 64, 4), (3, 64, 5), (4, 192, 8), (37, 576, 91), (6, 128, 300)])
+@pytest.mark.parametrize("rows, width, out", [(1, 64, 4), (37, 576, 91), (6, 128, 300)])
 def test_tiles_are_the_same_in_any_codes(codes, rows, width, out, monkeypatch):
     """In each of three threads, with outputs and rows left over and several blocks of the weight. CPUs without
     instructions for `uint8` compute it with others."""
@@ -136,7 +135,7 @@ def test_tiles_add_up_the_largest_codes(codes, sign, monkeypatch):
     assert (out == np.float32(sign * 16384 * 127 * 127)).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_tiles_are_compiled_before_they_are_used(dtype):
     tiles = pytest.importorskip("h2o_flexgen.compiled.tiles")
     int8.prepare(dtype)

@@ -64,7 +64,7 @@ def test_widening_any_slices_gives_the_matmul(shape, width, out, dtype, bias, li
     assert torch.equal(x, before[0]) and torch.equal(w, before[1])
 
 
-@pytest.mark.parametrize("rows", [1, 7, 8, 256, 257, 512, 513, 1100])
+@pytest.mark.parametrize("rows", [1, 8, 257, 513])
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("name", exact.KERNELS)
 def test_every_kernel_gives_the_matmul_at_any_rows(name, dtype, rows):
@@ -88,12 +88,6 @@ def test_float32_always_uses_torchs_own_kernel(monkeypatch):
     monkeypatch.setattr(exact, "KERNELS", {})
     x, w = torch.randn(9, 5), torch.randn(7, 5)
     assert torch.equal(linear.linear(x, w), F.linear(x, w))
-
-
-def test_except_for_rounding_a_row_does_not_depend_on_the_number_of_rows():
-    use_kernel("widened")
-    x, w = torch.randn(40, 64).bfloat16(), torch.randn(50, 64).bfloat16()
-    torch.testing.assert_close(linear.linear(x[:5], w), linear.linear(x, w)[:5], rtol=0.01, atol=0.01)
 
 
 @pytest.mark.parametrize("dtype", HALVES)
@@ -212,9 +206,10 @@ def packing(dtype):
 
 
 @pytest.mark.parametrize("dtype", [pytest.param(dtype, marks=packing(dtype)) for dtype in HALVES])
-@pytest.mark.parametrize("rows", [(1,), (3, 1), (2, 17), (130,)])
-@pytest.mark.parametrize("out, width", [(32, 64), (64, 256), (7, 5), (1, 48)])
-@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(
+    "rows, out, width, bias",
+    [((1,), 32, 64, True), ((3, 1), 64, 256, False), ((2, 17), 7, 5, True), ((130,), 1, 48, False)],
+)
 def test_a_packed_matrix_gives_the_matmul(rows, out, width, bias, dtype):
     x, w = torch.randn(*rows, width).to(dtype), torch.randn(out, width).to(dtype)
     b = torch.randn(out).to(dtype) if bias else None

@@ -154,7 +154,7 @@ def rules(name: str, job: Job, data):
 
 
 @pytest.mark.parametrize("name", ["full", *RULES])
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(
     job=jobs(),
     kind=st.sampled_from([None, "int8", "int4"]),
@@ -240,7 +240,7 @@ class Dyadic:
         return row
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(job=jobs())
 def test_exact_ties_are_broken_as_by_the_oracle(job):
     rule = HeavyHitterCache(job.heavy, job.recent)
@@ -265,22 +265,6 @@ def test_exact_ties_are_broken_as_by_the_oracle(job):
             assert_holds(cache, b, h, kept[b, h], x.k, x.v)
             goes, _ = oracle.evict(kept[b, h], job.lengths[b] + step - 1)
             kept[b, h].discard(goes)
-
-
-def test_of_equal_scores_the_earlier_token_stays_in_prefill_and_goes_in_decode():
-    """Every token attends only to itself: all scores are 1."""
-    rule = HeavyHitterCache(2, 1)
-    n = 6
-    D = 16
-    k = (torch.eye(D) * 100)[None, None]
-    cache = make_cache(rule, 1, 1, n, D, 3)
-    rule.prefill(cache, k[:, :, :n], k[:, :, :n], k[:, :, :n], Rows.prompts(torch.tensor([n])))
-    assert cached(cache, 0, 0) == [0, 1, 5]
-    kept = [[0, 1, 5, 6], [1, 5, 6, 7], [5, 6, 7, 8]]  # the token that goes stays until the next one takes its slot
-    for step, expected in enumerate(kept, 1):
-        new = k[:, :, n + step - 1][:, :, None]
-        rule.decode(cache, new, new, new, step_of([n], step))
-        assert cached(cache, 0, 0) == expected
 
 
 def test_hundreds_of_equal_scores():
@@ -320,11 +304,11 @@ def test_a_sequence_of_nan_does_not_affect_its_neighbours():
 
 
 #: (rule, whether positions roll)
-READ_ON = [(name, False) for name in ["full", *RULES]] + [(name, True) for name in RULES if name != "snapkv"]
+READ_ON = [(name, False) for name in ["full", *RULES]] + [("h2o", True), ("smoothed", True)]
 
 
 @pytest.mark.parametrize(("name", "rolling"), READ_ON)
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(
     cuts=st.lists(st.integers(1, 9), min_size=1, max_size=3),
     ends=st.lists(st.integers(1, 7), min_size=1, max_size=3),

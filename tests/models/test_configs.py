@@ -6,7 +6,6 @@ import copy
 import json
 import re
 import shutil
-from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -382,12 +381,12 @@ def test_a_quantised_checkpoint_is_refused(model_type, quantized):
 
 
 @pytest.mark.parametrize("model_type, key", [(m, key) for m, keys in GOOD.items() for key in keys])
-@pytest.mark.parametrize("value", ["left out", 0, -1, 2.5, True, None, [4], pytest.param(10**400, id="huge")])
-def test_a_missing_or_invalid_size_is_refused(model_type, key, value):
-    config = config_of(model_type, **{key: value})
-    if value == "left out":
-        del config[key]
+def test_a_missing_or_invalid_size_is_refused(model_type, key):
+    config = config_of(model_type)
+    del config[key]
     assert key in refusal(config)
+    for value in (0, -1, 2.5, True, None, [4], 10**400):
+        assert key in refusal(config | {key: value})
 
 
 @pytest.mark.parametrize("key, most", [("num_hidden_layers", 1000), ("head_dim", 65536)])
@@ -395,8 +394,7 @@ def test_a_size_that_would_fill_memory_is_refused(key, most):
     assert f"{key} must be a whole number from 1 to {most}" in refusal(config_of("llama", **{key: most + 1}))
 
 
-@pytest.mark.parametrize("kv_heads", [3, 5, 31, 33, 64])
-@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("model_type, kv_heads", [("llama", 3), ("mistral", 31), ("qwen2", 33), ("qwen3", 64)])
 def test_kv_heads_that_do_not_divide_the_heads_are_refused(model_type, kv_heads):
     says = refusal(config_of(model_type, num_key_value_heads=kv_heads))
     assert f"32 is not divisible by num_key_value_heads {kv_heads}" in says
@@ -409,21 +407,21 @@ def test_heads_that_do_not_divide_the_hidden_size_are_refused(model_type):
 
 
 @pytest.mark.parametrize("model_type", WITH_ROPE)
-@pytest.mark.parametrize("rope_type", ["proportional", "mrope", "", "LINEAR"])
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
-def test_an_unknown_rope_type_is_refused_with_a_list_of_the_known_ones(model_type, rope_type, key):
-    says = refusal(config_of(model_type, **{key: {"rope_type": rope_type, "factor": 2.0}}))
-    assert repr(rope_type) in says and all(known in says for known in TYPES)
+def test_an_unknown_rope_type_is_refused_with_a_list_of_the_known_ones(model_type, key):
+    for rope_type in ("proportional", "mrope", "", "LINEAR"):
+        says = refusal(config_of(model_type, **{key: {"rope_type": rope_type, "factor": 2.0}}))
+        assert repr(rope_type) in says and all(known in says for known in TYPES)
 
 
 @pytest.mark.parametrize("model_type", WITH_ROPE)
 @pytest.mark.parametrize("rope_type, missing", [(t, key) for t, needed in TYPES.items() for key in needed])
-@pytest.mark.parametrize("value", ["left out", None, "2", 0, -1.0, True, float("inf")])
-def test_a_missing_or_invalid_rope_parameter_is_refused(model_type, rope_type, missing, value):
-    scaling = {"rope_type": rope_type, **SCALINGS[rope_type], missing: value}
-    if value == "left out":
-        del scaling[missing]
+def test_a_missing_or_invalid_rope_parameter_is_refused(model_type, rope_type, missing):
+    scaling = {"rope_type": rope_type, **SCALINGS[rope_type]}
+    del scaling[missing]
     assert missing in refusal(config_of(model_type, rope_scaling=scaling))
+    for value in (None, "2", 0, -1.0, True, float("inf")):
+        assert missing in refusal(config_of(model_type, rope_scaling=scaling | {missing: value}))
 
 
 @pytest.mark.parametrize("scaling", ["linear", 2.0, ["linear", 2.0], True])
@@ -449,15 +447,6 @@ def assert_angles_are_finite(spec, position):
     assert torch.isfinite(rotation(spec.rope, Positions(at, at + 1), x)(x)).all()
 
 
-@pytest.mark.parametrize("key", ROPE_KEYS)
-@pytest.mark.parametrize("rope_type", TYPES)
-def test_rope_parameters_are_refused_or_rotate_by_finite_angles(rope_type, key):
-    for value in ["x", "", float("nan"), float("inf"), -1, 0, True, 1e308, 1e-308, 10**400, [1], {}, None]:
-        scaling = {"rope_type": rope_type, **SCALINGS[rope_type], key: value}
-        with suppress(UserError):
-            assert_angles_are_finite(spec_of(config_of("llama", rope_scaling=scaling)), 3000)
-
-
 JUNK = st.recursive(
     st.none()
     | st.booleans()
@@ -476,7 +465,7 @@ OTHER_KEYS = (
 ).split()
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(
     model_type=st.sampled_from(list(GOOD)),
     rope_type=st.sampled_from(list(TYPES)),

@@ -195,16 +195,14 @@ def to_convert(tmp_path_factory) -> zoo.Tiny:
     return quantised_llama(tmp_path_factory.mktemp("to_convert"), Type.Q5_0)
 
 
-@pytest.mark.parametrize("where", [IN_RAM, ON_DISK], ids=["in_ram", "on_disk"])
-@pytest.mark.parametrize("budget", [(None, None), (3, 3)], ids=["full", "budget"])
+@pytest.mark.parametrize("where, budget", [(IN_RAM, (3, 3)), (ON_DISK, (None, None))], ids=["in_ram", "on_disk"])
 def test_a_quantised_llama_gives_the_tokens_of_transformers(quantised, run, where, budget):
     prompts = quantised.clear_cut_prompts([9, 4, 12], 8, ((None, None), (3, 3)))
     outputs = run(quantised, prompts, 8, budget if budget[0] else None, gpu_batch_size=2, num_gpu_batches=2, **where)
     assert [o.token_ids for o in outputs] == [t.tokens for t in quantised.references(prompts, 8, *budget)]
 
 
-@pytest.mark.parametrize("blocks", [False, True], ids=["codes_of_8_bits", "as_stored"])
-@pytest.mark.parametrize("where", [IN_RAM, ON_DISK], ids=["in_ram", "on_disk"])
+@pytest.mark.parametrize("blocks, where", [(False, IN_RAM), (True, ON_DISK)], ids=["codes_of_8_bits", "as_stored"])
 def test_its_matmuls_in_int8_are_those_of_the_oracle(quantised, monkeypatch, request, where, blocks):
     if blocks:
         if source_type(quantised) == "Q8_0":
@@ -249,10 +247,9 @@ def source_type(tiny: zoo.Tiny) -> str:
     return GGUFFile(tiny.folder).tensors["token_embd.weight"].type
 
 
-@pytest.mark.parametrize("where", [IN_RAM, ON_DISK], ids=["in_ram", "on_disk"])
-def test_another_type_gives_the_tokens_of_transformers(to_convert, run, where):
+def test_another_type_gives_the_tokens_of_transformers(to_convert, run):
     prompts = to_convert.clear_cut_prompts([9, 4], 8)
-    outputs = run(to_convert, prompts, 8, gpu_batch_size=2, **where)
+    outputs = run(to_convert, prompts, 8, gpu_batch_size=2, **ON_DISK)
     assert [o.token_ids for o in outputs] == [t.tokens for t in to_convert.references(prompts, 8)]
 
 
