@@ -32,6 +32,8 @@ from bench.systems import llama_server
 from bench.systems.ours import policy_text
 
 FILE = "real_jobs"
+#: in the scratch folder
+PROFILE = "hardware.json"
 PLACES = (4, 8, 16, 32, 64)
 #: our systems -> their options of `h2o-flexgen generate`
 OURS = {"ours": "", "ours, int8 matmuls": "--compute int8"}
@@ -85,6 +87,12 @@ def write_rows(rows: list[dict], path: Path) -> Path:
     return path
 
 
+def measure_machine(folder: Path) -> None:
+    """Write a hardware profile, with which reports of jobs that fit in RAM predict their seconds too."""
+    argv = [sys.executable, "-m", "h2o_flexgen", "hardware", "-o", str(folder / PROFILE)]
+    subprocess.run(argv, check=True, cwd=common.ROOT, stdout=subprocess.DEVNULL)
+
+
 def run_ours(rows: list[dict], flags: str, limit: float, folder: Path) -> dict:
     """The figures of our command line, run as users run it, with the seconds of the whole command."""
     report = folder / "report.json"
@@ -92,6 +100,7 @@ def run_ours(rows: list[dict], flags: str, limit: float, folder: Path) -> dict:
     inputs = write_rows(rows, folder / "rows.jsonl")
     argv = [sys.executable, "-m", "h2o_flexgen", "generate", *flags.split(), "--restart"]
     argv += ["--input-file", str(inputs), "--output-file", str(outputs), "--report", str(report)]
+    argv += ["--hardware", str(folder / PROFILE)]
     env = os.environ | {"H2O_FLEXGEN_HOME": str(common.data_folder() / "home")}
     process = dict(env=env, capture_output=True, text=True, cwd=common.ROOT, preexec_fn=die_with_parent)
     begin = time.perf_counter()
@@ -188,7 +197,9 @@ def main() -> None:
         return
     with common.scratch() as folder:
         for system in args.system or SYSTEMS:
-            if system in OURS:  # warm-up: measures this machine and compiles loops
+            if system in OURS:  # warm-up: compiles loops
+                if not (folder / PROFILE).exists():
+                    measure_machine(folder)
                 run_ours(JOBS["chat"].rows[:2], OURS[system], args.limit, folder)
             for name in args.job or JOBS:
                 for options in settings(system, args.places, args.kvu):
@@ -197,10 +208,9 @@ def main() -> None:
                     record({"job": name, "system": system, "options": options} | found | stamp)
                     outcome = found.get("failed") or "{seconds:.1f} s, {rows_per_s:.2f} rows/s".format(**found)
                     print(f"{name}, {system} {options or ''}: {outcome}", flush=True)
-    from bench.tables import provenance, real_jobs
+    from bench.tables import TABLES
 
-    data = common.load_result(FILE)
-    print(f"\n{real_jobs(data)}\n\n{provenance(data)}")
+    print(f"\n{TABLES[FILE].text(common.load_result(FILE))}")
 
 
 if __name__ == "__main__":

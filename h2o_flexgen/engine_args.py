@@ -21,7 +21,7 @@ from h2o_flexgen.models.spec import ModelSpec
 from h2o_flexgen.planning.budget import MIN_HH_RATIO
 from h2o_flexgen.planning.constraints import Constraints
 from h2o_flexgen.planning.losses import Losses
-from h2o_flexgen.planning.planner import Planner, check_cpu_cap
+from h2o_flexgen.planning.planner import Planner
 from h2o_flexgen.planning.shapes import ModelData
 from h2o_flexgen.policy import KVBudget, Policy, given_policy
 from h2o_flexgen.profiling.measure import job_dtype, kept_profile, load_or_measure
@@ -120,8 +120,12 @@ class EngineArgs:
         self.observer = self.observer or Observer()
 
     def check_caps(self, cuda: bool) -> None:
-        """Raises UserError for a limit that does nothing on such a device."""
-        check_cpu_cap(self.caps, not cuda, self.policy == "auto")
+        """Raises UserError for a limit that does nothing: without CUDA a search never uses the cpu tier."""
+        if self.policy == "auto" and not cuda and self.cpu_mem is not None:
+            raise UserError(
+                "`cpu_mem` does nothing here: without CUDA use `mem`; the cpu tier is a second pool in RAM, for a "
+                "policy with cpu percentages (`percent`)"
+            )
 
 
 class StoredModel(NamedTuple):
@@ -135,11 +139,8 @@ class StoredModel(NamedTuple):
 
 
 def load(args: EngineArgs, device: Device) -> LoadedModel:
-    """Find the model of a job; its weights are not read yet.
-
-    Raises:
-        UserError: as `load_model` and `job_dtype`, or a memory limit does nothing on this device.
-    """
+    """Find the model of a job; its weights are not read yet. Raises UserError as `load_model` and `job_dtype`, or for a
+    memory limit that does nothing on this device."""
     if args.dtype != "auto":
         device.dtype(args.dtype)  # raises for one that is not known
     args.check_caps(device.is_cuda)

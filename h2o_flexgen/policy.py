@@ -92,11 +92,8 @@ class KVBudget:
         return {"heavy": heavy, "recent": recent, "rule": self.rule} | rolling
 
     def slots(self, longest_prompt: int) -> tuple[int, int]:
-        """(heavy, recent) for a job whose longest prompt has `longest_prompt` tokens.
-
-        Raises:
-            UserError: both are 0.
-        """
+        """(heavy, recent) for a job whose longest prompt has `longest_prompt` tokens. Raises UserError if both are
+        0."""
         heavy = _slots(self.hh_size, self.hh_ratio, longest_prompt, default=0)
         recent = _slots(self.recent_size, self.recent_ratio, longest_prompt, default=heavy)
         if heavy + recent == 0:
@@ -221,10 +218,7 @@ def given_policy(
     compute: str | None = None,
 ) -> PolicySettings:
     """The settings of a job by a policy, the path of a policy file, or "auto"; other arguments win over the file.
-
-    Raises:
-        UserError: an argument of another type, or a file that cannot be read or is no policy.
-    """
+    Raises UserError for an argument of another type, or a file that cannot be read or is no policy."""
     is_file = isinstance(policy, (str, Path)) and policy != "auto"
     stored = PolicySettings.from_file(policy) if is_file else PolicySettings(policy)
     if stored.policy != "auto" and not isinstance(stored.policy, Policy):

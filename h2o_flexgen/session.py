@@ -132,11 +132,7 @@ class Session:
         on_text: OnText | None = None,
     ) -> str | list[str | None]:
         """The model's answer to the user's next message. Only the part of the conversation that is new, as rendered by
-        the chat template, is read.
-
-        Raises:
-            UserError: as `feed`, or the model has no chat template.
-        """
+        the chat template, is read. Raises UserError as `feed`, or if the model has no chat template."""
         ids = self._encoded(message, self._encode_message)
         found = self._generate(ids, sampling_params, on_text, answered=True)
         outputs = found if self._is_list else [found]

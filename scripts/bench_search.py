@@ -16,7 +16,6 @@ from h2o_flexgen.kv_cache import rule_for  # noqa: E402
 from h2o_flexgen.machine.profile import Profile  # noqa: E402
 from h2o_flexgen.models.registry import named_spec  # noqa: E402
 from h2o_flexgen.planning.memory import Resources  # noqa: E402
-from h2o_flexgen.planning.planner import Planner  # noqa: E402
 from h2o_flexgen.planning.search import Constraints, Search  # noqa: E402
 from h2o_flexgen.planning.shapes import ModelData  # noqa: E402
 from h2o_flexgen.planning.workload import Workload  # noqa: E402
@@ -48,7 +47,7 @@ def search(model: str, count: int, prompt_len: int, gen_len: int, ratio: float |
     workload = Workload((prompt_len,) * count, gen_len)
     budget = None if ratio is None else KVBudget.from_ratio(ratio)
     rule = rule_for(budget, workload.longest, workload.gen_len, spec)
-    return Planner({None: data}, Constraints(one_block=True), profile).search(rule, workload, resources)
+    return Search(profile, data.shapes(rule, workload), workload, resources, Constraints(one_block=True))
 
 
 def main() -> None:

@@ -7,15 +7,15 @@ from pathlib import Path
 from hypothesis import strategies as st
 
 from h2o_flexgen.kernels.rates import HALF_TYPES, ROWS, KernelRates
-from h2o_flexgen.kv_cache import rule_for
+from h2o_flexgen.kv_cache import CacheRule, rule_for
 from h2o_flexgen.machine.profile import AttentionRates, Link, Profile
 from h2o_flexgen.models.registry import named_spec
-from h2o_flexgen.planning.memory import Resources
+from h2o_flexgen.planning.memory import Resources, plan_policy
 from h2o_flexgen.planning.planner import Planner
 from h2o_flexgen.planning.search import Constraints, Search
 from h2o_flexgen.planning.shapes import ModelData
 from h2o_flexgen.planning.workload import Workload
-from h2o_flexgen.policy import GIB, TIERS, KVBudget
+from h2o_flexgen.policy import GIB, TIERS, KVBudget, Policy
 
 ROOT = Path(__file__).resolve().parent.parent
 T4 = Profile.from_file(ROOT / "policies" / "hardware" / "t4-16gb.json")
@@ -122,7 +122,14 @@ def search(
     planner = planner_of(profile, model, **constraints)
     budget = None if hh_ratio is None else KVBudget.from_ratio(hh_ratio)
     rule = rule_for(budget, workload.longest, workload.gen_len, planner.model.spec)
-    return planner.search(rule, workload, Resources.of(profile, caps))
+    shapes = planner.model.shapes(rule, workload)
+    return Search(profile, shapes, workload, Resources.of(profile, caps), planner.constraints)
+
+
+def plan_of(planner: Planner, policy: Policy, rule: CacheRule, workload: Workload, resources: Resources):
+    """The placement and the memory plan of a policy, whether it fits or not."""
+    planned = planner.constraints.planned(workload, policy)
+    return plan_policy(policy, planner.model.shapes(rule, workload), planned, resources)
 
 
 def planner_of(profile: Profile, model: str, stored: str | None = None, dummy: bool = True, **constraints) -> Planner:

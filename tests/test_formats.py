@@ -46,7 +46,7 @@ def encoded(form, x: torch.Tensor) -> torch.Tensor:
 
 def decoded(form, buffer: torch.Tensor, shape=SHAPE, dtype=torch.float32) -> torch.Tensor:
     out = torch.full(shape, torch.nan, dtype=dtype)
-    form.decode(buffer, shape, out)
+    form.view(buffer, shape).decode(out)
     return out
 
 
@@ -178,7 +178,7 @@ def test_conversion_to_int8_gives_every_row_one_scale(decoder, form, heads):
     assert (codes - floats / scale[:, None]).abs().max() < 0.5001
     if not heads:  # some rows alone
         part = Int8().view(torch.zeros(Int8().nbytes((5, width)), dtype=torch.uint8), (5, width))
-        matrix.into(part, 3)
+        matrix.decode_into(part, 3)
         for found, expected in zip(Int8().parts(part.raw, part.shape), (codes, scale)):
             assert torch.equal(found, expected[3:8])
 
@@ -221,7 +221,7 @@ def test_compiled_loops_encode_as_torch_does(monkeypatch, form, dtype):
         """What x becomes when it is encoded and decoded."""
         buffer, out = torch.zeros(form.nbytes(tuple(x.shape)), dtype=torch.uint8), torch.empty(x.shape)
         form.encode(x, buffer)
-        form.decode(buffer, tuple(x.shape), out)
+        form.view(buffer, tuple(x.shape)).decode(out)
         return out
 
     compiled = coded()

@@ -113,7 +113,7 @@ def test_every_rule_gives_what_its_oracle_gives(tiny, n, rule):
         turns_of(session, expected, SHORT)
 
 
-def test_a_rule_that_keeps_all_that_is_generated_is_refused(tiny):
+def test_a_rule_that_keeps_every_generated_token_is_refused(tiny):
     with opened(tiny("llama"), "snapkv") as llm:
         for rolling in (True, False):
             with pytest.raises(UserError, match="snapkv keeps every generated token"):

@@ -151,14 +151,9 @@ class Watched:
 
 @torch.inference_mode()
 def measure(model: LayerModel, ids: Tensor, rule: str, progress: bool = True) -> LayerLosses:
-    """The loss of each layer under each budget, averaged over texts `ids` (B, N) and PROMPTS.
-
-    Args:
-        rule: name and options of the rule; half of the slots are for recent tokens.
-
-    Raises:
-        UserError: most budgets are too small for the tokens that the rule protects.
-    """
+    """The loss of each layer under each budget, averaged over texts `ids` (B, N) and PROMPTS. `rule`: its name and
+    options; half of the slots are for recent tokens. Raises UserError if most budgets are too small for the tokens that
+    it protects."""
     N = ids.shape[1]
     spec = model.spec
     rules = rules_of(rule, N, spec)

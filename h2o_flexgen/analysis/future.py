@@ -10,15 +10,9 @@ from torch import Tensor
 
 
 def kept_with_future(received: Tensor, prompt_len: int, heavy: int, recent: int) -> Tensor:
-    """The tokens kept by a rule that sees the whole text: the last `recent` tokens, and of the others the `heavy` ones
-    that receive most attention in total.
-
-    Args:
-        received: (..., N) attention that each token receives from all queries of the text, later ones included.
-
-    Returns:
-        (..., M, N) bool, as `Run.kept`.
-    """
+    """(..., M, N) bool, as `Run.kept`: the tokens kept by a rule that sees the whole text. These are the last `recent`
+    tokens, and of the others the `heavy` ones with the most attention `received` (..., N) from all queries, later ones
+    included."""
     N = received.shape[-1]
     newest = torch.arange(prompt_len - 1, N - 1)[:, None]  # just before each of the M tokens
     position = torch.arange(N)
@@ -30,15 +24,9 @@ def kept_with_future(received: Tensor, prompt_len: int, heavy: int, recent: int)
 
 
 def overlaps(kept: Tensor, future: Tensor, recent: list[int]) -> tuple[Tensor, Tensor, float]:
-    """The fraction of the tokens kept with the `future` known (L, ..., M, N) that are `kept` (L, ..., M, N) without.
-
-    Args:
-        recent: tokens of the recent window, by layer.
-
-    Returns:
-        By layer (L,) of all slots, by layer of the slots before the recent window, where the two may differ, and the
-        value of the latter that chance would give.
-    """
+    """Of the tokens that a rule with the `future` known keeps (L, ..., M, N), the fraction that is `kept` (L, ..., M,
+    N) too. Returns it by layer (L,) for all slots; by layer for the slots before the recent window, where the two may
+    differ; and the value that chance would give the latter. `recent`: tokens of that window, by layer."""
     M, N = kept.shape[-2:]
     newest = torch.arange(N - M - 1, N - 1)[:, None]
     old = torch.arange(N) <= newest - torch.tensor(recent).view(-1, *[1] * (kept.dim() - 1))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from textwrap import fill
 
-from h2o_flexgen.errors import UserError
+from h2o_flexgen.evaluation.extras import save
 
 #: colours of the result, of what it is compared with, and the colour map of the layers from first to last
 OURS = "#d9480f"
@@ -14,14 +14,8 @@ DEPTH = "Blues"
 
 
 def draw(result: dict, path: str | Path) -> None:
-    """Plot the result of `study`.
-
-    Args:
-        result: as `h2o-flexgen analyse --output` writes it.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
+    """Plot the result of `study`, as `h2o-flexgen analyse --output` writes it. Raises UserError if the file cannot be
+    written."""
     from matplotlib.figure import Figure
 
     fig = Figure(figsize=(12, 6.6), layout="constrained")
@@ -34,10 +28,7 @@ def draw(result: dict, path: str | Path) -> None:
         ax.yaxis.label.set_size(9)
         ax.title.set_size(10)
     fig.suptitle(title(result), fontsize=11)
-    try:
-        fig.savefig(path, dpi=100, format="png")
-    except OSError as e:
-        raise UserError(f"cannot write the plot {path}: {e.strerror}") from None
+    save(fig, path, dpi=100)
 
 
 def title(result: dict) -> str:

@@ -71,8 +71,8 @@ class MaskedCache:
         return mix(p, self.v[:, :, past])
 
     def _evict(self) -> None:
-        """Who must go goes. Of equals that is the earlier one; a rule keeps the first that it sees, so it sees the last
-        first."""
+        """Evict down to the budget. Of equal tokens the earlier one goes: a rule keeps the first that it sees, so it is
+        shown the newest first."""
         B, KV, _ = self.kept.shape
         held = self.kept.nonzero()[:, 2].view(B, KV, -1).flip(-1)
         if held.shape[2] > self.rule.slots:

@@ -20,11 +20,7 @@ def read(path: str | None) -> tuple[str, str]:
 
 def cut(text: str, tokenizer, count: int, length: int) -> Tensor:
     """(count, length) token ids: passages, evenly spaced and without overlap, each behind the tokens that the tokenizer
-    puts before every text.
-
-    Raises:
-        UserError: no tokenizer, or the text is too short.
-    """
+    puts before every text. Raises UserError if there is no tokenizer, or the text is too short."""
     if tokenizer is None:
         raise UserError("this model has no tokenizer, so that no text can be analysed with it")
     first = tokenizer("")["input_ids"][:length]

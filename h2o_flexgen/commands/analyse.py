@@ -83,8 +83,7 @@ def run(args: argparse.Namespace) -> None:
 
 def check(args: argparse.Namespace) -> None:
     """Raises UserError for unwritable files, and for windows in which nothing is evicted."""
-    options.check_files(args, reads=(), writes=("output", "plot"))
-    options.check_not_written(args, [args.text] if args.text is not None else [], ("output", "plot"))
+    options.check_files(args, reads=(), writes=("output", "plot"), texts=[args.text])
     if args.gen_len < 2:
         raise UserError("--gen-len must be 2 or more: with one token nothing is evicted")
 

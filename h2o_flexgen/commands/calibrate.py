@@ -36,8 +36,7 @@ def make_parser(prog: str) -> options.Parser:
 
 
 def run(args: argparse.Namespace) -> None:
-    options.check_files(args, reads=(), writes=("output",))
-    options.check_not_written(args, [args.text] if args.text is not None else [], ("output",))
+    options.check_files(args, reads=(), writes=("output",), texts=[args.text])
 
     import torch
 

@@ -1,4 +1,4 @@
-"""The command `lm_eval`: EleutherAI's lm-evaluation-harness, with one model more."""
+"""The command `lm_eval`: EleutherAI's lm-evaluation-harness, with this engine as one of its models."""
 
 from __future__ import annotations
 

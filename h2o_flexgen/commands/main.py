@@ -17,13 +17,13 @@ from h2o_flexgen.errors import UserError
 from h2o_flexgen.utils import interrupts
 
 #: what each command does; its module here has `make_parser(prog)` and `run(args)`
-FIRST = {
+COMMON = {
     "plan": "show what generate would run, and what would make it faster, before anything is loaded",
     "generate": "generate text for many prompts",
     "status": "report how far a job with an output file is",
     "quality": "measure what a smaller KV cache costs in quality on your own texts",
 }
-LATER = {
+OTHERS = {
     "stream": "answer turns or read a text without end, over a KV cache of a fixed size",
     "calibrate": "measure how many KV slots each layer of a model needs",
     "search": "find the policy with the highest predicted throughput, for any machine",
@@ -31,7 +31,7 @@ LATER = {
     "analyse": "show how a model's attention is spread over a text, as in the H2O paper",
     "lm_eval": "run EleutherAI's lm-evaluation-harness with a model named h2o_flexgen",
 }
-COMMANDS = FIRST | LATER
+COMMANDS = COMMON | OTHERS
 
 #: what torch says when the RAM is full
 TORCH_OUT_OF_MEMORY = "can't allocate memory"
@@ -45,7 +45,7 @@ def usage(prog: str) -> str:
 
 Generates text for many prompts with models that do not fit in memory.
 
-{listed(FIRST)}
+{listed(COMMON)}
 
 for example, with the demo model:
   {prog} generate --hh-ratio 0.2
@@ -55,7 +55,7 @@ or a job of your own in at most 16 GiB of RAM:
   {prog} status out.jsonl
 
 more commands:
-{listed(LATER)}
+{listed(OTHERS)}
 
 {prog} COMMAND --help lists the options of a command."""
 

@@ -212,10 +212,12 @@ def num_prompts(args: argparse.Namespace, policy: Policy | str | None) -> int:
 # files
 
 
-def check_files(args: argparse.Namespace, reads: tuple[str, ...], writes: tuple[str, ...]) -> None:
+def check_files(
+    args: argparse.Namespace, reads: tuple[str, ...], writes: tuple[str, ...], texts: Iterable[str | None] = ()
+) -> None:
     """Raises UserError for options that name a file that cannot be written, or the same file: the second to be written
-    would destroy the first."""
-    seen = {}
+    would destroy the first. `texts`: files among the positional arguments."""
+    seen = {os.path.realpath(path): path for path in texts if path is not None}
     for name in reads + writes:
         given = getattr(args, name)
         if given is None or (given == "-" and name in reads):
@@ -228,11 +230,3 @@ def check_files(args: argparse.Namespace, reads: tuple[str, ...], writes: tuple[
             seen[f"{path}.manifest.json"] = "the manifest of --output-file"
         if name in writes:
             check_writable(option(name), given)
-
-
-def check_not_written(args: argparse.Namespace, reads: Iterable[str], writes: tuple[str, ...]) -> None:
-    """Raises UserError if a file among the positional arguments `reads` is also written by an option."""
-    written = {os.path.realpath(getattr(args, name)) for name in writes if getattr(args, name) is not None}
-    for path in reads:
-        if os.path.realpath(path) in written:
-            raise UserError(f"{path} would be read and written")

@@ -43,14 +43,8 @@ def describe_job(
     kv_budget: dict | None,
     compress_cache: str | None = None,
 ) -> str:
-    """What a job does.
-
-    Args:
-        workload: num_prompts, prompt_len and gen_len.
-        policy: by `describe_policy`.
-        kv_budget: slots, "heavy" and "recent", and "rule"; None for a full cache.
-        compress_cache: int8, int4 or None.
-    """
+    """What a job does. `workload`: num_prompts, prompt_len and gen_len; `policy`: by `describe_policy`; `kv_budget`:
+    slots, "heavy" and "recent", and "rule", or None for a full cache."""
     prompts = f"{workload['num_prompts']} prompts of up to {workload['prompt_len']} tokens"
     cache = describe_budget(kv_budget) + (f", in {compress_cache}" if compress_cache else "")
     return (
@@ -62,7 +56,7 @@ def describe_job(
 
 
 def describe_policy(policy: Policy, cuda: bool) -> str:
-    """Without CUDA there are only RAM and disk to speak of."""
+    """A policy for humans; without CUDA it names only RAM and disk."""
     placed = f"percent {' '.join(f'{x:g}' for x in policy.percent)}" if cuda else describe_ram(policy)
     text = f"{policy.gpu_batch_size} x {policy.num_gpu_batches}, {placed}, overlap {'on' if policy.overlap else 'off'}"
     if policy.cpu_cache_compute:

@@ -218,7 +218,7 @@ def result_of(choice, compute: str, sizes: dict, command: str) -> dict:
 
 def describe_sizes(sizes: dict) -> str:
     """A model's sizes for humans."""
-    heads = f"{sizes['heads']} heads on {sizes['kv_heads']} of K and V"
+    heads = f"{sizes['heads']} query heads, {sizes['kv_heads']} KV heads"
     parameters = f"{sizes['parameters'] / 1e6:,.0f} M parameters in {sizes['layers']} layers"
     return (
         f"sizes      {sizes['family']}, {parameters}, {heads}, context {sizes['positions']}\n"
@@ -253,7 +253,7 @@ def print_result(name: str, choice, profile, workload: dict, result: dict) -> No
 def describe_cache(result: dict, compress_cache: str | None) -> str:
     """The bytes of a sequence's cache for humans."""
     nbytes = result["model"]["kv_bytes_per_sequence"]
-    text = f"each       {gib(nbytes['full'])} of KV cache for a sequence"
+    text = f"cache      {gib(nbytes['full'])} of KV cache for a sequence"
     kept = [result["kv_budget"]["rule"]] if result["kv_budget"] else []
     kept += [f"K and V in {compress_cache}"] if compress_cache else []
     return text + (f" if it were full, {gib(nbytes['job'])} with {' and '.join(kept)}" if kept else "")

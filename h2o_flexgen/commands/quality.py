@@ -112,17 +112,17 @@ def check(args: argparse.Namespace) -> None:
         raise UserError("--gen-len must be 2 or more: with one token nothing is evicted")
     if args.temperature is not None and not args.samples:
         raise UserError("--temperature is for --samples: give them too")
-    options.check_files(args, reads=("hardware",), writes=("output", "plot"))
-    options.check_not_written(args, args.texts, ("output", "plot"))
+    options.check_files(args, reads=("hardware",), writes=("output", "plot"), texts=args.texts)
 
-    from h2o_flexgen.evaluation import extras, figure, summaries
+    from h2o_flexgen.evaluation.extras import need
 
     if args.plot is not None:
-        figure.check_package()
+        need("matplotlib", "matplotlib", "a plot")
     if args.task == "summarize":
-        summaries.check_packages()
+        need("rouge", "rouge", "ROUGE")
+        need("rouge_score.rouge_scorer", "rouge-score", "ROUGE")
     if args.samples:
-        extras.need("sacrebleu", "sacrebleu", "self-BLEU")
+        need("sacrebleu", "sacrebleu", "self-BLEU")
 
 
 def settings_of(args: argparse.Namespace) -> list:
@@ -160,11 +160,8 @@ def sources_of(args: argparse.Namespace) -> list:
 
 
 def begin(args: argparse.Namespace, llm, sources: list, settings: list) -> tuple[dict, Iterator[dict]]:
-    """The workload, and the rows of results, each as soon as it is measured.
-
-    Raises:
-        UserError: nothing can be measured with this model and these texts.
-    """
+    """The workload, and the rows of results, each as soon as it is measured. Raises UserError if nothing can be
+    measured with this model and these texts."""
     from h2o_flexgen.evaluation import compare, perplexity, summaries
     from h2o_flexgen.evaluation.passages import passages_of
     from h2o_flexgen.evaluation.settings import allowed

@@ -59,11 +59,8 @@ def make_parser(prog: str) -> options.Parser:
 
 
 def read_turns(path: str) -> list[str]:
-    """The user's turns, of all rows in order.
-
-    Raises:
-        UserError: the file cannot be read, has a row of another form, or no turns.
-    """
+    """The user's turns, of all rows in order. Raises UserError if the file cannot be read, has a row of another form,
+    or no turns."""
     turns = []
     for number, line in enumerate(Content(path), 1):
         if line.strip():

@@ -11,8 +11,11 @@ from h2o_flexgen.commands.options import option
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.policy import KVBudget
 
-#: the least gain that is worth a line, and how close to the fastest variant of a change one with less loss must come
-WORTH = 1.05
+#: the least gain that is worth a line
+MIN_GAIN = 1.05
+#: a variant with less loss is preferred if the fastest one is at most this much faster
+CLOSE_ENOUGH = 1.05
+#: the most suggestions
 MOST = 4
 #: a KV budget to suggest, and prompts of a job that has few
 HH_RATIO = 0.2
@@ -79,7 +82,7 @@ def suggest(
                 planned.plan.check()
                 speeds[text_of(change)] = planned.prediction.tokens_per_s
         for text, speed in speeds.items():
-            if speed >= WORTH * now and WORTH * speed >= max(speeds.values()):
+            if speed >= MIN_GAIN * now and CLOSE_ENOUGH * speed >= max(speeds.values()):
                 loss = (0.0, 0.0) if text.startswith("--num-prompts") else MEASURED.get(text)
                 found.append(Suggestion(text, speed, speed / now, loss))
                 break
@@ -87,7 +90,7 @@ def suggest(
 
 
 def changes(args: argparse.Namespace, choice, is_quantised: bool) -> Iterator[list[Change]]:
-    """Of each kind of change the variants, those with the least loss first."""
+    """For each kind of change its variants, the least loss first."""
     if not is_quantised:
         yield [{"compress_weight": kind} for kind in ("int8", "int4")]
     if choice.plan.shared and args.compute != "int8":  # on CUDA int8 matmuls are no faster (docs/formats.md)
@@ -109,7 +112,7 @@ def text_of(change: Change) -> str:
 def describe_suggestions(suggestions: list[Suggestion]) -> str:
     """A line for each: predicted gain, options, and the measured loss."""
     width = max(len(suggestion.options) for suggestion in suggestions)
-    lines = [f"faster by  {'':7}{'':{width}}  rise of the perplexity of {MODEL}"]
+    lines = [f"speed-up   {'':7}{'':{width}}  rise of the perplexity of {MODEL}"]
     for each in suggestions:
         lines.append(f"{'':11}{each.gain:4.2f}x  {each.options:{width}}  {describe_rise(each.perplexity_rise)}")
     return "\n".join(lines)

@@ -27,7 +27,7 @@ VECTORS = 4
 
 
 class Vectors(NamedTuple):
-    """The keys of a cache, or its values, as they are stored."""
+    """The keys of a cache, or its values, as stored."""
 
     kind: int  # FP32 to INT4
     width: int  # elements of a vector, D
@@ -302,14 +302,8 @@ def attend(begin, end, keys, values, slots, q, context, received):
 
 @njit(nogil=True, cache=True)
 def put(segments, sizes, slots, new):
-    """Write new vectors (n, bytes) uint8 to slots (n,) of n heads.
-
-    Args:
-        segments, sizes: as in `Vectors` and `Slots`.
-
-    Raises:
-        IndexError: a slot that the cache lacks; vectors of earlier heads are written.
-    """
+    """Write new vectors (n, bytes) uint8 to slots (n,) of n heads; `segments` as in `Vectors`, `sizes` as in `Slots`.
+    Raises IndexError for a slot that the cache lacks, when vectors of earlier heads are written already."""
     for h in range(len(slots)):
         slot = slots[h]
         n = 0

@@ -69,12 +69,8 @@ def to_int8(codes, scale, minimum, order, first, out, out_scale):
 
 @njit(nogil=True, cache=True)
 def scales(halves, begin, end, has_minimum, centre, scale, minimum):
-    """Write the scales and minima, both (R, G) float32, of rows of blocks (`formats.Blocks`), `begin` to `end` of R.
-
-    Args:
-        halves: (R, G, bytes / 2) fp16, the blocks.
-        centre: if blocks have no minimum, it is the scale times this.
-    """
+    """Write the scales and minima, both (R, G) float32, of rows `begin` to `end` of `halves`, (R, G, bytes / 2) fp16,
+    which are blocks (`formats.Blocks`). If these have no minimum, it is the scale times `centre`."""
     for r in range(begin, end):
         for g in range(scale.shape[1]):
             scale[r, g] = float_of(halves[r, g, 0])
@@ -102,10 +98,7 @@ def _largest(row):
 @njit(nogil=True, cache=True)
 def encode8(x, begin, end, halves, codes):
     """Write rows `begin` to `end` of x (R, I), floats, each as a block of 8 bits without a minimum (`formats.Blocks`).
-
-    Args:
-        halves: (R, W / 2) fp16, and codes: (R, W) int8, views of the same blocks.
-    """
+    `halves`, (R, W / 2) fp16, and `codes`, (R, W) int8, are views of the same blocks."""
     for r in range(begin, end):
         row = x[r]
         target = codes[r, 2:]
@@ -220,8 +213,8 @@ def quantise(x, times, few, begin, end, codes, limit, largest):
 
 @njit(nogil=True, cache=True)
 def outliers(x, limit, columns, kept):
-    """Write the outliers of each row of x (R, I), floats, at `columns` (U,) to kept (R, U) float32, and 0 for elements
-    that are none."""
+    """Write the outliers of each row of x (R, I), floats, at `columns` (U,) to kept (R, U) float32, and 0 for all other
+    elements there."""
     for r in range(len(x)):
         for u in range(len(columns)):
             value = float_of(x[r, columns[u]])

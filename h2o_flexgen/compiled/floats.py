@@ -66,9 +66,8 @@ def element(_, x, array):
 
 @njit(nogil=True, fastmath={"contract"})
 def exp(x):
-    """e^x of a float32 <= 0, to within two units in the last place; NaN stays. Cephes' expf without branches.
-
-    It sets its own fastmath flags: if sums could be reordered, the constant that rounds `shifted` would cancel out."""
+    """e^x of a float32 <= 0, to within two units in the last place; NaN stays. Cephes' expf without branches, and with
+    its own fastmath flags: if sums could be reordered, the constant that rounds `shifted` would cancel out."""
     shifted = x * np.float32(1.4426950408889634) + np.float32(12582912)  # its low bits are the power of two
     n = shifted - np.float32(12582912)
     r = x - n * np.float32(0.693359375) + n * np.float32(2.12194440e-4)

@@ -196,11 +196,8 @@ def multiply(codes, x, weight, weight_scale, bias, begin, end, out):
 
 @njit(nogil=True, cache=True)
 def scale_back(sums, columns, x, weight_scale, bias, begin, end, out):
-    """As `multiply`, of known sums, for rows `begin` to `end`.
-
-    Args:
-        sums: (R, O); columns: (U, O), the weight at `places`; whole numbers of any type.
-    """
+    """As `multiply`, for rows `begin` to `end` of known sums (R, O) and of columns (U, O), the weight at `places`, both
+    whole numbers of any type."""
     x = RowFloats(*x)
     outputs = Outputs(weight_scale, bias, out)
     part = 1024

@@ -1,4 +1,4 @@
-"""Matmuls of activations in 8 bits and weights in 4 bits as they are stored, compiled by numba. Nothing is decoded
+"""Matmuls of activations in 8 bits and weights in 4 bits as stored, compiled by numba. Nothing is decoded
 beforehand, and only the few rows of the weight that are being multiplied take more than 4 bits an element.
 
     chunk    16 bytes of a row of the weight: 32 codes, which share scale and minimum
@@ -344,12 +344,9 @@ def multiply(codes, code_sums, x, weight, bias, begin, end, out):
 
 @njit(nogil=True, cache=True)
 def arrange(words, half, begin, end, out, sums):
-    """Put the codes of rows `begin` to `end` of x in the order of a weight that is spread out.
-
-    Args:
-        words: (R, I / 4) int32, 4 codes each; half: as in `Blocks`.
-        out: (R, 8 * padded(I / CHUNK)) int32; sums: (R, padded(I / CHUNK)) int16, of the codes of each chunk.
-    """
+    """Write the codes of rows `begin` to `end` of x, in words (R, I / 4) int32 of 4 codes each, to out
+    (R, 8 * padded(I / CHUNK)) int32, in the order of a weight that is spread out, and the sum of each chunk's codes to
+    sums (R, padded(I / CHUNK)) int16. `half`: as in `Blocks`."""
     per_block = U(half // CHUNK_BYTES)
     size = U(half // 4)
     for r in range(begin, end):

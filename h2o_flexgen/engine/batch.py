@@ -212,7 +212,7 @@ class PromptPiece(Piece):
 
 
 class Home(NamedTuple):
-    """Where the hidden states of a chunk are kept between stages: among those of a batch, on their tier."""
+    """The place of a chunk's hidden states between stages, among the other hidden states of its batch."""
 
     batch: int
     number: int  # of the chunk

@@ -70,11 +70,7 @@ class ChatTemplate:
 
     def render_next(self, question: str) -> str:
         """The text that the template writes after an answer: its end, the user's next question, and the beginning of
-        the next answer.
-
-        Raises:
-            UserError: as `render`, or the template does not print an answer unchanged.
-        """
+        the next answer. Raises UserError as `render`, or if the template does not print an answer unchanged."""
         turns = (("user", "?"), ("assistant", ANSWER), ("user", question))
         try:
             text = self.render(Conversation([{"role": role, "content": content} for role, content in turns]))

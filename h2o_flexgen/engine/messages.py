@@ -52,11 +52,8 @@ def checked_kwargs(given) -> dict:
 
 
 def checked_message(n: int, message: dict) -> dict:
-    """Message `n` of a conversation, without keys that are None; its content is "" if it has only tool calls.
-
-    Raises:
-        UserError: it has a wrong shape, or holds something other than texts and tool calls.
-    """
+    """Message `n` of a conversation, without keys that are None; its content is "" if it has only tool calls. Raises
+    UserError if it has a wrong shape, or holds something other than texts and tool calls."""
     if not isinstance(message, dict):
         raise UserError(f"message {n} is not an object with role and content")
     if not isinstance(message.get("role"), str):

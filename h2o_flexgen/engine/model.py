@@ -114,11 +114,8 @@ class LoadedModel:
         return list(map(int, ids))
 
     def encode_next(self, question: str) -> list[int]:
-        """Token ids of the text that the chat template writes after an answer (`ChatTemplate.render_next`).
-
-        Raises:
-            UserError: as `encode` and `ChatTemplate.render_next`.
-        """
+        """Token ids of the text that the chat template writes after an answer. Raises UserError as `encode` and
+        `ChatTemplate.render_next`."""
         if not isinstance(question, str):
             raise UserError(f"a message is a text, not {type(question).__name__}")
         return self.encode(self.chat.render_next(question), begins=False)

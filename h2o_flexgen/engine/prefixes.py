@@ -58,7 +58,7 @@ class Node:
     def text(self, layer: int) -> Text:
         """K, V and scores of all tokens in a layer."""
         own = self.texts[layer]
-        return own if self.parent is None else own.behind(self.parent.text(layer))
+        return own if self.parent is None else own.appended_to(self.parent.text(layer))
 
 
 def nodes_of(row) -> list[Node]:
@@ -68,13 +68,8 @@ def nodes_of(row) -> list[Node]:
 
 def order(rows: list, limit: Callable[[object], int], ahead: int, nodes: dict[tuple[int, ...], Node]) -> list:
     """Set the `path` of each row, and sort rows in the order in which they should wait: depth first, then the longest
-    outputs and prompts, otherwise in the order given.
-
-    Args:
-        limit: how many tokens of a row's prompt it may share.
-        ahead: as in `Node`.
-        nodes: existing nodes by their token ids; new ones are added.
-    """
+    outputs and prompts, otherwise in the order given. `limit`: how many tokens of a row's prompt it may share; `ahead`:
+    as in `Node`; `nodes`: existing ones by their token ids, to which new ones are added."""
     given = rows
     # by the part that they may share: otherwise a row that may share little could separate two that may share more
     rows = sorted(rows, key=lambda s: s.prompt[: limit(s)])

@@ -46,14 +46,8 @@ class JobSpec:
 
 
 def admit(model: LoadedModel, prompt: Prompt, gen_len: int, rolling: bool) -> list[int]:
-    """Token ids of a prompt, if there is room for an output of `gen_len` tokens.
-
-    Args:
-        rolling: positions roll, so that the output may outgrow the model's.
-
-    Raises:
-        UserError: it is too long, or as `LoadedModel.encode`.
-    """
+    """Token ids of a prompt, if there is room for an output of `gen_len` tokens, which may outgrow the model's
+    positions if these are `rolling`. Raises UserError if it is too long, or as `LoadedModel.encode`."""
     ids = model.encode(prompt)
     model.spec.check_length(len(ids), gen_len, rolling)
     return ids
@@ -151,11 +145,7 @@ def list_each(prompts, params, keys) -> Iterator[tuple[Prompt, SamplingParams, i
 
 
 def read_each(prompts: Iterable[Prompt], params, keys) -> Iterator[tuple[Prompt, SamplingParams, int]]:
-    """As `list_each`, from iterators.
-
-    Raises:
-        UserError: there are fewer parameters or keys than prompts.
-    """
+    """As `list_each`, from iterators. Raises UserError if there are fewer parameters or keys than prompts."""
     many_params = repeat(params or SamplingParams()) if params is None or isinstance(params, SamplingParams) else params
     rest = (iter(many_params), count() if keys is None else iter(keys))
     for n, prompt in enumerate(prompts):

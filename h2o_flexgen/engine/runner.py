@@ -32,8 +32,6 @@ NAN_EVERYWHERE = (
     "the model gives NaN for every prompt: its hidden states overflow (use `dtype` bfloat16 or float32), or the "
     "checkpoint is broken"
 )
-
-
 #: if this many rows give NaN, and no other row has run, the model is at fault
 MANY_FAILED = 8
 
@@ -95,11 +93,8 @@ class Runner:
             return self._run(job, rows, sink, observer, window)
 
     def open(self, job: ExecutionPlan, count: int) -> Streams:
-        """Open `count` streams, which are one block of the job, with empty caches. No others may be open.
-
-        Raises:
-            UserError: as `run`.
-        """
+        """Open `count` streams, which are one block of the job, with empty caches. No others may be open. Raises
+        UserError as `run`."""
         with self.guard():
             self._load_weights(job)
             self.streams = Streams(Stores(self.model, job, self.weights, self.transport, is_stream=True), count)

@@ -1,4 +1,4 @@
-"""From logits to tokens: sampled ones, or those of a text to score."""
+"""Sinks of logits: one samples tokens, the other scores given texts."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class BatchPass:
     Attributes:
         rows: by place.
         moves: (from, to) of rows that have moved up.
-        places: that have got a row, moved or new.
+        places: that have received a row, moved or new.
         opens: (longest prompt, longest output) to lay the batch out for, if it was empty.
     """
 
@@ -104,7 +104,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.running: list[list[Sequence]] = [[] for _ in sizes]
         self._rows = iter(rows)
-        self._ahead = list(islice(self._rows, 1))  # the row after those that wait
+        self._next_row = list(islice(self._rows, 1))  # the row after those that wait
         self._room: list[tuple[int, ...]] = [()] * len(sizes)  # slots of each batch that is not empty
         self._nodes: dict[tuple[int, ...], Node] = {}
 
@@ -119,15 +119,15 @@ class Scheduler:
             return None
         chunks = cut(self._pieces(batches, entered), self.prefill_tokens)
         ends = all(batch.will_end for batch in batches.values())
-        return Pass(batches, chunks, ends and not self.waiting and not self._ahead)
+        return Pass(batches, chunks, ends and not self.waiting and not self._next_row)
 
     # rows that enter
 
     def _admit(self) -> None:
-        if not self._ahead or len(self.waiting) * 2 >= self.window:
+        if not self._next_row or len(self.waiting) * 2 >= self.window:
             return
-        new = list(islice(chain(self._ahead, self._rows), self.window - len(self.waiting)))
-        self._ahead = list(islice(self._rows, 1))
+        new = list(islice(chain(self._next_row, self._rows), self.window - len(self.waiting)))
+        self._next_row = list(islice(self._rows, 1))
         self._nodes = {key: node for key, node in self._nodes.items() if node.texts}
         self.waiting = order([*self.waiting, *new], self.shareable, self.ahead, self._nodes)
         for node in self._nodes.values():
@@ -205,8 +205,9 @@ class Scheduler:
             seen |= nodes
 
 
-def _fits(slots: tuple[int, ...], room: tuple[int, ...]) -> bool:
-    return all(a <= b for a, b in zip(slots, room))
+def _fits(needed: tuple[int, ...], room: tuple[int, ...]) -> bool:
+    """Whether a row that needs these slots in each segment fits into a place with `room`."""
+    return all(a <= b for a, b in zip(needed, room))
 
 
 def compacted(rows: list[Sequence]) -> BatchPass:
@@ -230,7 +231,7 @@ def prompt_pieces(k: int, rows: list[Sequence], places: list[int], prefill_token
 
 
 def micro_batch(rows: list[Sequence], prefill_tokens: int) -> int:
-    """How many of the first rows prefill together: at least one; several with the same prefix, and at most
+    """How many of the first rows prefill together: at least one; more while they have the same prefix and fit into
     `prefill_tokens` tokens, prefix and padding included."""
     longest = 0
     for count, s in enumerate(rows):

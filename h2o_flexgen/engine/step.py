@@ -101,7 +101,7 @@ class Walk:
             self.device.release_gaps()
 
     def _stages(self) -> Iterator[Stage]:
-        """In the order of the weight store."""
+        """Embedding, blocks, head: as the weight store numbers them."""
         yield self._embed
         for layer in range(self.spec.layers):
             yield partial(self._block, layer)
@@ -215,7 +215,7 @@ class Walk:
         else:
             context, text = rule.read(q, k, v, piece.lengths, past, self.stores.form)
             if not piece.places:
-                piece.rows[0].texts[j] = text.since(piece.shared)
+                piece.rows[0].texts[j] = text.tail(piece.shared)
         for node in piece.frees:
             del node.texts[j]
         return piece.flat(context)

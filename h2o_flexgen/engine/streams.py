@@ -74,19 +74,13 @@ class Streams:
             self.stores = None
 
     def length(self, row: int, tokens: int) -> int:
-        """Tokens that stream `row` will have fed after `tokens` more, the last of which waits."""
+        """The tokens that stream `row` will have been fed once it gets `tokens` more, the last of which waits."""
         stream = self.streams[row]
         return stream.seen + len(stream.waiting) + tokens - 1
 
     def feed(self, texts: dict[int, list[int]]) -> dict[int, list[float]]:
-        """Feed token ids, one or more to each of these streams.
-
-        Returns:
-            The log-probability of each token, except the first one of a stream.
-
-        Raises:
-            UserError: the model gives NaN for one of the texts.
-        """
+        """Feed token ids, one or more to each of these streams; returns the log-probability of each token, except the
+        first one of a stream. Raises UserError if the model gives NaN for one of the texts."""
         inputs = {}
         targets = {}
         for row, ids in texts.items():
@@ -110,11 +104,7 @@ class Streams:
         sampler: Sampler,
     ) -> list[Sequence]:
         """Feed token ids to streams, and generate; without ids, from the waiting token. The generated tokens become
-        part of the stream's text.
-
-        Raises:
-            UserError: as `feed`.
-        """
+        part of the stream's text. Raises UserError as `feed`."""
         inputs = {row: self.streams[row].waiting + ids for row, ids in texts.items()}
         sequences = []
         for is_last, chunks in self._rounds(inputs):

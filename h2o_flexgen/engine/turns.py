@@ -13,8 +13,8 @@ from h2o_flexgen.errors import UserError
 P = ParamSpec("P")
 R = TypeVar("R")
 
-
-_first_process: int | None = None  # the id of the process that made the first LLM; a fork inherits it
+#: the id of the process that made the first LLM; a fork inherits it
+_first_process: int | None = None
 
 
 class Turns:

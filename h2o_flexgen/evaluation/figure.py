@@ -5,8 +5,7 @@ from __future__ import annotations
 import textwrap
 from pathlib import Path
 
-from h2o_flexgen.errors import UserError
-from h2o_flexgen.evaluation.extras import need
+from h2o_flexgen.evaluation.extras import save
 from h2o_flexgen.policy import MIB
 
 #: of the lines, in the order of the rules; the markers tell them apart in black and white
@@ -14,25 +13,14 @@ COLOURS = ("#d9480f", "#1c7ed6", "#2b8a3e", "#9c36b5", "#e8a200", "#0b7285", "#8
 MARKERS = "os^Dv<>Pph"
 
 
-def check_package() -> None:
-    """Raises UserError if matplotlib is missing."""
-    need("matplotlib", "matplotlib", "a figure")
-
-
 def draw(result: dict, path: str | Path) -> None:
-    """Plot the results of `perplexity.measure` as a PNG.
-
-    Args:
-        result: as `h2o-flexgen quality --output` writes it.
-
-    Raises:
-        UserError: matplotlib is missing, or the file cannot be written.
-    """
-    need("matplotlib", "matplotlib", "a figure").use("Agg")
-    import matplotlib.pyplot as plt
+    """Plot the results of `perplexity.measure`, as `h2o-flexgen quality --output` writes them, as a PNG. Raises
+    UserError if the file cannot be written."""
+    from matplotlib.figure import Figure
 
     full, *rows = result["rows"]  # the full cache comes first
-    fig, ax = plt.subplots(figsize=(7.5, 4.8), layout="constrained")
+    fig = Figure(figsize=(7.5, 4.8), layout="constrained")
+    ax = fig.subplots()
     for n, label in enumerate(dict.fromkeys(map(_label, rows))):
         points = sorted((row["kv_bytes"] / MIB, 100 * row["rise"]) for row in rows if _label(row) == label)
         look = {"color": COLOURS[n % len(COLOURS)], "marker": MARKERS[n % len(MARKERS)], "markersize": 5}
@@ -51,12 +39,7 @@ def draw(result: dict, path: str | Path) -> None:
         _slots_on_top(ax, rows)
         ax.legend(title="rule", fontsize=9, title_fontsize=9, frameon=False)
     ax.set_title(textwrap.fill(title(result), 90), fontsize=9)
-    try:
-        fig.savefig(path, dpi=120, format="png")
-    except OSError as e:
-        raise UserError(f"cannot write the figure {path}: {e.strerror}") from None
-    finally:
-        plt.close(fig)
+    save(fig, path, dpi=120)
 
 
 def title(result: dict) -> str:

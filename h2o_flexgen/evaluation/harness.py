@@ -6,7 +6,13 @@ import logging
 import math
 from collections.abc import Callable
 
+import torch
+
+from h2o_flexgen.engine.params import SamplingParams
 from h2o_flexgen.errors import UserError
+from h2o_flexgen.evaluation.settings import check_outputs
+from h2o_flexgen.kv_cache import check_rule
+from h2o_flexgen.llm import LLM
 from h2o_flexgen.policy import DEFAULT_RULE, GIB, KVBudget
 
 try:
@@ -80,11 +86,6 @@ class HarnessLM(TemplateLM):
         _check_numbers(sizes | limits | {"max_length": max_length, "prefix_token_id": prefix_token_id})
         budget = _budget(options.pop("kv_rule", None), sizes)
         limits = {name: _bytes(name, gib) for name, gib in limits.items()}
-
-        import torch
-
-        from h2o_flexgen.llm import LLM
-
         if device == "cuda:0" and not torch.cuda.is_available():
             device = "auto"
         self.llm = LLM(pretrained, kv_budget=budget, device=device, **options, **limits)
@@ -173,10 +174,7 @@ class HarnessLM(TemplateLM):
 
     def loglikelihood_rolling(self, requests: list, disable_tqdm: bool = False) -> list[float]:
         """The log-likelihood of each text, in windows of `max_length`, each beginning where the one before ended.
-
-        Raises:
-            UserError: a KV budget that is a ratio: the contexts of full windows have one token.
-        """
+        Raises UserError for a KV budget that is a ratio: the contexts of full windows have one token."""
         from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
         self._need_sizes("a rolling log-likelihood decodes whole texts")
@@ -227,17 +225,12 @@ class HarnessLM(TemplateLM):
                 answered(score.index, answers[score.index])
 
         prompt_lens = None if self.llm.kv_budget is None else starts
-        scores = self.llm.score(rows, prompt_lens, first_scored=starts, on_output=take)
-        for score in scores:
-            if score.error is not None:
-                raise UserError(f"{kind}, request {score.index}: {score.error}")
+        check_outputs(self.llm.score(rows, prompt_lens, first_scored=starts, on_output=take), f"{kind}, request")
         self.kv_slots[kind] = self.llm.report.get("kv_budget")
         return [answers[index] for index in range(len(pairs))]
 
     def generate_until(self, requests: list, disable_tqdm: bool = False) -> list[str]:
         """A text for each (context, arguments of the generation), up to the first of its stop strings."""
-        from h2o_flexgen.engine.params import SamplingParams
-
         prompts = []
         params = []
         for request in requests:
@@ -254,9 +247,7 @@ class HarnessLM(TemplateLM):
                 self.cache_hook.add_partial("generate_until", requests[output.index].args, output.outputs[0].text)
 
         outputs = self.llm.generate(prompts, params, on_output=take)
-        for output in outputs:
-            if output.error is not None:
-                raise UserError(f"generate_until, request {output.index}: {output.error}")
+        check_outputs(outputs, "generate_until, request")
         self.kv_slots["generate_until"] = self.llm.report.get("kv_budget")
         return [output.outputs[0].text for output in outputs]
 
@@ -300,8 +291,6 @@ def _bytes(name: str, gib: float | None) -> int | None:
 
 def _budget(kv_rule: str | None, sizes: dict) -> KVBudget | None:
     """The KV budget of --model_args, None for a full cache."""
-    from h2o_flexgen.kv_cache import check_rule
-
     if kv_rule is not None:
         check_rule(kv_rule)  # before tasks are loaded
     if any(value is not None for value in sizes.values()):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from h2o_flexgen.engine.model import LoadedModel
 from h2o_flexgen.errors import UserError
@@ -12,6 +14,8 @@ from h2o_flexgen.jobs.input import builtin_text
 
 #: the name of the built-in text
 BUILTIN = "Python's language reference"
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,19 @@ class Source:
     name: str
     text: str | None = None
     rows: list[tuple[int, dict | UserError]] | None = None
+
+    def each(self, read: Callable[[dict], Item]) -> tuple[list[Item], list[str]]:
+        """What `read` makes of the rows, and an error for each row that cannot be read."""
+        items = []
+        errors = []
+        for number, row in self.rows:
+            try:
+                if isinstance(row, UserError):
+                    raise row
+                items.append(read(row))
+            except UserError as e:
+                errors.append(f"{self.name} line {number}: {e}")
+        return items, errors
 
 
 def read_source(path: str) -> Source:
@@ -64,30 +81,19 @@ def _parse(line: str) -> dict | UserError:
 def passages_of(
     source: Source, model: LoadedModel, prompt_len: int, gen_len: int, windows: int
 ) -> tuple[list[Passage], list[str]]:
-    """The passages of a source, and an error for each row that gives none.
+    """The passages of a source, and an error for each row that gives none. Raises UserError if the text is too short,
+    or the model has no tokenizer or too few positions.
 
     A text gives up to `windows` passages of `prompt_len` + `gen_len` tokens, evenly spaced and without overlap. A row
     {"prompt", "completion"} is one passage, with up to `gen_len` tokens of the completion; the prompt of a row {"text"}
     is its first `prompt_len` tokens.
-
-    Raises:
-        UserError: the text is too short, or the model has no tokenizer or too few positions.
     """
     if model.tokenizer is None:
         raise UserError("this model has no tokenizer, so that texts cannot be measured with it")
     if source.rows is None:
         model.spec.check_length(prompt_len, gen_len)
         return _windows(source, model, prompt_len, gen_len, windows), []
-    passages = []
-    errors = []
-    for number, row in source.rows:
-        try:
-            passage = _of_row(row, model, prompt_len, gen_len)
-            model.spec.check_length(len(passage.token_ids))
-            passages.append(passage)
-        except UserError as e:
-            errors.append(f"{source.name} line {number}: {e}")
-    return passages, errors
+    return source.each(lambda row: _of_row(row, model, prompt_len, gen_len))
 
 
 def _windows(source: Source, model: LoadedModel, prompt_len: int, gen_len: int, windows: int) -> list[Passage]:
@@ -110,22 +116,22 @@ def evenly(ids: list[int], count: int, length: int) -> list[list[int]]:
     return [ids[begin : begin + length] for begin in begins]
 
 
-def _of_row(row: dict | UserError, model: LoadedModel, prompt_len: int, gen_len: int) -> Passage:
-    """Raises UserError if the row is not of such a form, or has no token to score."""
-    if isinstance(row, UserError):
-        raise row
+def _of_row(row: dict, model: LoadedModel, prompt_len: int, gen_len: int) -> Passage:
+    """Raises UserError if the row is not of such a form, is too long, or has no token to score."""
     prompt, completion, text = (row.get(name) for name in ("prompt", "completion", "text"))
     if isinstance(prompt, str) and isinstance(completion, str):
         ids = model.encode(prompt)
-        behind = _tokens(model, completion)[:gen_len]
-        if not behind:
+        prompt_len = len(ids)
+        ids += _tokens(model, completion)[:gen_len]
+        if len(ids) == prompt_len:
             raise UserError("the completion is empty")
-        return Passage(ids + behind, len(ids))
-    if not isinstance(text, str):
+    elif isinstance(text, str):
+        ids = model.encode(text)[: prompt_len + gen_len]
+        if len(ids) <= prompt_len:
+            raise UserError(f"the text has {len(ids)} tokens, none behind the {prompt_len} of `prompt_len`")
+    else:
         raise UserError('no texts "prompt" and "completion", and no "text"')
-    ids = model.encode(text)[: prompt_len + gen_len]
-    if len(ids) <= prompt_len:
-        raise UserError(f"the text has {len(ids)} tokens, none behind the {prompt_len} of `prompt_len`")
+    model.spec.check_length(len(ids))
     return Passage(ids, prompt_len)
 
 

@@ -13,17 +13,10 @@ from h2o_flexgen.llm import LLM
 
 
 def measure(llm: LLM, passages: list[Passage], settings: list[Setting]) -> Iterator[dict]:
-    """Yields a row for the full cache, then one for each setting, as soon as it is measured.
-
-    The tokens behind each prompt are fed one by one (teacher-forced), so that eviction acts as in generation.
-
-    Returns:
-        rows as `row_of`, with the `perplexity` over all scored tokens, its `rise` over the full cache's as a fraction,
-        and the `agreement`: the fraction of tokens whose argmax matches the full cache.
-
-    Raises:
-        UserError: a passage cannot be scored.
-    """
+    """Yields a row for the full cache, then one for each setting, as soon as it is measured: `row_of`, with the
+    `perplexity` over all scored tokens, its `rise` over the full cache's as a fraction, and the `agreement`: the
+    fraction of tokens whose argmax matches the full cache. The tokens behind each prompt are fed one by one
+    (teacher-forced), so that eviction acts as in generation. Raises UserError if a passage cannot be scored."""
     texts = [p.token_ids for p in passages]
     prompt_lens = [p.prompt_len for p in passages]
     tokens = sum(map(len, texts)) - sum(prompt_lens)

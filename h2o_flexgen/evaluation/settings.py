@@ -38,16 +38,14 @@ def make_settings(
     hh_share: float = 0.5,
     formats: list[str | None] | None = None,
 ) -> list[Setting]:
-    """Every rule with every budget, and the full cache, in every format, except the full cache as floats.
+    """Every rule with every budget, and the full cache, in every format, except the full cache as floats. Raises
+    UserError for a number out of range.
 
     Args:
         ratios: slots, heavy and recent ones together, as fractions of the longest prompt.
         sizes: slots.
         hh_share: fraction of the slots for heavy hitters; the rest are for recent tokens.
         formats: of the cache; default: floats.
-
-    Raises:
-        UserError: a number out of range.
     """
     if not 0 <= hh_share <= 1:
         raise UserError(f"`hh_share` must lie in [0, 1], not {hh_share:g}")
@@ -70,11 +68,8 @@ def make_settings(
 def allowed(
     settings: list[Setting], longest_prompt: int, gen_len: int, spec: ModelSpec, is_strict: bool
 ) -> list[Setting]:
-    """The settings with room for the tokens that their rule protects.
-
-    Raises:
-        UserError: no setting has room, or with `is_strict` not all have; or this model cannot have a format.
-    """
+    """The settings with room for the tokens that their rule protects. Raises UserError if none has room, or with
+    `is_strict` not all have, or if this model cannot have a format."""
     found = []
     refused = None
     for setting in settings:
@@ -92,15 +87,8 @@ def allowed(
 
 
 def measure_each(llm: LLM, settings: list[Setting], tokens: int, job: Callable[[], dict]) -> Iterator[dict]:
-    """Run a job with the full cache, then with each setting, under one progress bar.
-
-    Args:
-        llm: gets each KV budget in turn.
-        tokens: the most that the job generates.
-
-    Returns:
-        for each setting, as soon as its job has ended, `row_of` with the values that the job returned.
-    """
+    """Run a job, which generates at most `tokens` tokens, with the full cache, then with each setting, under one
+    progress bar. Yields for each, as soon as its job has ended, `row_of` with the values that the job returned."""
     settings = [FULL, *settings]
     with bar(desc="measuring", total=len(settings) * tokens, unit="tokens", leave=True) as shown:
         for n, setting in enumerate(settings):
@@ -135,12 +123,9 @@ class _Count(Observer):
 
 
 def row_of(llm: LLM, setting: Setting) -> dict:
-    """The cache of the job that has just ended, for a row of results.
-
-    Returns:
-        rule, slots; heavy, recent and hh_ratio, recent_ratio, as fractions of the longest prompt; compress_cache; and
-        kv_bytes of a sequence in all layers. For the full cache slots, heavy, recent and ratios are None.
-    """
+    """The cache of the job that has just ended, for a row of results: rule, slots; heavy, recent and hh_ratio,
+    recent_ratio, as fractions of the longest prompt; compress_cache; and kv_bytes of a sequence in all layers. For the
+    full cache slots, heavy, recent and ratios are None."""
     choice = llm.choice
     row = {"rule": setting.rule} | dict.fromkeys(("slots", "heavy", "recent", "hh_ratio", "recent_ratio"))
     nbytes = kv_bytes(llm.planner.model, choice.workload, choice.rule, choice.compress_cache)

@@ -28,27 +28,15 @@ class Article:
 
 
 def articles_of(source: Source, llm: LLM, gen_len: int) -> tuple[list[Article], list[str]]:
-    """The articles of a source, and an error for each row that gives none.
-
-    Rows are those of the H2O repository (h2o_hf, data/summarization): {"article", "summary_gt"}, where the article is
-    the whole prompt. A row may name its sampling parameters, as a job's rows do; the default is greedy, up to `gen_len`
-    tokens, with the stop string ###.
-    """
+    """The articles of a source, and an error for each row that gives none. Rows are those of the H2O repository
+    (h2o_hf, data/summarization): {"article", "summary_gt"}, where the article is the whole prompt. A row may name its
+    sampling parameters, as a job's rows do; the default is greedy, up to `gen_len` tokens, with the stop string ###."""
     if source.rows is None:
         raise UserError(f'{source.name} must hold JSON lines {{"article", "summary_gt"}}, and end in .jsonl')
-    articles = []
-    errors = []
-    for number, row in source.rows:
-        try:
-            articles.append(_article(row, llm, gen_len))
-        except UserError as e:
-            errors.append(f"{source.name} line {number}: {e}")
-    return articles, errors
+    return source.each(lambda row: _article(row, llm, gen_len))
 
 
-def _article(row: dict | UserError, llm: LLM, gen_len: int) -> Article:
-    if isinstance(row, UserError):
-        raise row
+def _article(row: dict, llm: LLM, gen_len: int) -> Article:
     article = row.get("article")
     reference = row.get("summary_gt")
     if not isinstance(article, str):
@@ -60,12 +48,9 @@ def _article(row: dict | UserError, llm: LLM, gen_len: int) -> Article:
 
 
 def measure(llm: LLM, articles: list[Article], settings: list[Setting]) -> Iterator[dict]:
-    """Yields a row for the full cache, then one for each setting, as soon as its summaries are written.
-
-    Returns:
-        rows as `row_of`, with the mean ROUGE (`rouge`) of the summaries against the references ("reference"; None if
-        there are none) and against the full cache's ("full_cache"), and the summaries (`texts`).
-    """
+    """Yields a row for the full cache, then one for each setting, as soon as its summaries are written: `row_of`, with
+    the mean ROUGE (`rouge`) of the summaries against the references ("reference"; None if there are none) and against
+    the full cache's ("full_cache"), and the summaries (`texts`)."""
     prompts = [article.prompt for article in articles]
     params = [article.params for article in articles]
     references = [a.reference for a in articles]
@@ -80,12 +65,6 @@ def measure(llm: LLM, articles: list[Article], settings: list[Setting]) -> Itera
         return {"rouge": found, "texts": texts}
 
     return measure_each(llm, settings, sum(p.max_tokens for p in params), job)
-
-
-def check_packages() -> None:
-    """Raises UserError if a package for ROUGE is missing."""
-    need("rouge", "rouge", "ROUGE")
-    need("rouge_score.rouge_scorer", "rouge-score", "ROUGE")
 
 
 def mean_rouge(texts: list[str], references: list[str | None]) -> dict[str, dict[str, float]] | None:

@@ -16,22 +16,13 @@ Shape = tuple[int, ...]
 
 
 class Format:
-    """How the elements of a tensor are laid out in bytes.
+    """How the elements of a tensor are laid out in bytes."""
 
-    Attributes:
-        name: in files and messages.
-        dtype: of the tensor that holds the bytes: a float type, or uint8.
-        alignment: of the first byte's address, in bytes.
-        is_dense: whether the elements are plain floats.
-        heads: how many heads of queries or keys have their rows in llama.cpp's order (`Quantised.order`); 0 for any
-            other tensor.
-    """
-
-    name: str
-    dtype: torch.dtype = torch.uint8
-    alignment: int = 1
-    is_dense: bool = False
-    heads: int = 0
+    name: str  # in files and messages
+    dtype: torch.dtype = torch.uint8  # of the tensor that holds the bytes: a float type, or uint8
+    alignment: int = 1  # of the first byte's address, in bytes
+    is_dense: bool = False  # the elements are plain floats
+    heads: int = 0  # of queries or keys whose rows are in llama.cpp's order (`Quantised.order`); 0 for other tensors
 
     def row_bytes(self, width: int) -> tuple[int, ...]:
         """The bytes of a row of `width` elements in each of the arrays that a tensor consists of, in their order."""
@@ -66,10 +57,6 @@ class Format:
             for (offset, size), (at, _) in zip(self.arrays(shape), self.arrays(tuple(part.shape))):
                 nbytes = len(part) * size
                 buffer[offset + begin * size :][:nbytes] = encoded[at : at + nbytes]
-
-    def decode(self, buffer: Tensor, shape: Shape, out: Tensor) -> None:
-        """Write the tensor in a buffer into `out`, of any float type, on the same device."""
-        self.view(buffer, shape).decode(out)
 
     # vectors of a cache
 

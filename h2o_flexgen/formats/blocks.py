@@ -114,10 +114,8 @@ class Blocks(Format):
 
     def floats(self, stored: Tensor, dtype: torch.dtype) -> Tensor:
         width = stored.shape[-1] // self._block * self.group
-        out = torch.empty(*stored.shape[:-1], width, dtype=dtype, device=stored.device)
-        rows = out.numel() // width
-        Quantised(self, stored.reshape(-1), (rows, width)).decode(out.view(rows, width))
-        return out
+        vectors = Quantised(self, stored.reshape(-1), (stored[..., 0].numel(), width))
+        return vectors.to(dtype).view(*stored.shape[:-1], width)
 
 
 def Int4(group: int) -> Blocks:  # noqa: N802  a format like the others

@@ -17,18 +17,12 @@ LEAST = 1e-30
 
 
 class Codes(NamedTuple):
-    """A matrix of R rows with G groups each, as a decoder reads it.
+    """A matrix of R rows with G groups each, as a decoder reads it."""
 
-    Attributes:
-        codes: (R, bytes of a row); int8, or uint8 with two codes per byte.
-        scale, minimum: (R, G), fp32.
-        first: the bytes of a group before its codes.
-    """
-
-    codes: Tensor
-    scale: Tensor
-    minimum: Tensor
-    first: int
+    codes: Tensor  # (R, bytes of a row); int8, or uint8 with two codes per byte
+    scale: Tensor  # (R, G), fp32
+    minimum: Tensor  # (R, G), fp32
+    first: int  # the bytes of a group before its codes
 
     @property
     def largest(self) -> Tensor:

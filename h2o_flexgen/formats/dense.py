@@ -43,9 +43,6 @@ class Dense(Format):
     def encode(self, tensor: Tensor, buffer: Tensor) -> None:
         self.view(buffer, tensor.shape).copy_(tensor)
 
-    def decode(self, buffer: Tensor, shape: Shape, out: Tensor) -> None:
-        convert(out, self.view(buffer, shape))
-
 
 #: elements that `convert` takes from fp16 to bf16 at once, through fp32
 _CONVERT_ELEMENTS = 1 << 18

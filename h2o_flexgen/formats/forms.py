@@ -22,11 +22,8 @@ COMPUTE = ("exact", "int8")
 
 def compressed(kind: str, layers: list[dict[str, Shape]]) -> dict[str, Format]:
     """{name: format} of a model's matrices under `compress_weight`. With int4 the embedding and the head, which are the
-    first and the last layer, are still int8.
-
-    Raises:
-        UserError: the kind is unknown, or no group size divides the inputs of a matrix.
-    """
+    first and the last layer, are still int8. Raises UserError if the kind is unknown, or no group size divides the
+    inputs of a matrix."""
     if kind not in COMPRESSED:
         raise UserError(f"`compress_weight` is one of {', '.join(COMPRESSED)}, not {kind!r}")
     ends = {**layers[0], **layers[-1]}
@@ -65,11 +62,7 @@ def check_compute(compute: str, formats: dict[str, Format]) -> None:
 def cache_format(kind: str | None, dtype: torch.dtype, head_dim: int) -> KVFormat:
     """The format of a cache under `compress_cache`, for a job that computes in `dtype`. Every vector of K or V has an
     fp16 scale, and in 4 bits an fp16 minimum. K is in 8 bits under both: models tolerate 4 bits in V, but not in K
-    (docs/formats.md).
-
-    Raises:
-        UserError: the kind is unknown, or does not fit the head size.
-    """
+    (docs/formats.md). Raises UserError if the kind is unknown, or does not fit the head size."""
     if kind is None:
         return KVFormat.dense(dtype)
     if kind not in COMPRESSED:

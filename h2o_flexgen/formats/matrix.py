@@ -24,18 +24,13 @@ BUFFERED_PART = 1 << 22
 
 @dataclass
 class Quantised:
-    """A matrix (O, I) in its stored format.
-
-    Attributes:
-        raw: its bytes (uint8), on any device.
-        in_int8: whether it is multiplied in int8; in_blocks: whether that reads the stored codes directly.
-    """
+    """A matrix (O, I) in its stored format."""
 
     format: Format
-    raw: Tensor
+    raw: Tensor  # its bytes (uint8), on any device
     shape: Shape
-    in_int8: bool = False
-    in_blocks: bool = False
+    in_int8: bool = False  # it is multiplied in int8
+    in_blocks: bool = False  # that reads the stored codes directly
 
     @property
     def nbytes(self) -> int:
@@ -69,7 +64,7 @@ class Quantised:
     def blocks(self) -> tuple:
         """A matrix in blocks of 4 bits on the CPU, as `tiles4.Blocks` in a plain tuple."""
         raw = self.raw.view(self.shape[0], -1).numpy()
-        return raw, raw.view(np.int16), _stored_rows(self.shape[0], self.format.heads), *self.format.layout
+        return raw, raw.view(np.int16), stored_rows(self.shape[0], self.format.heads), *self.format.layout
 
     def is_finite(self) -> bool:
         parts = self._parts(0, self.shape[0], BUFFERED_PART)
@@ -97,7 +92,13 @@ class Quantised:
             if has_heads:
                 out[order[rows].to(out.device)] = part
 
-    def into(self, out: Tensor | Quantised, begin: int = 0) -> None:
+    def to(self, dtype: torch.dtype) -> Tensor:
+        """The matrix in a float type."""
+        out = torch.empty(self.shape, dtype=dtype, device=self.device)
+        self.decode(out)
+        return out
+
+    def decode_into(self, out: Tensor | Quantised, begin: int = 0) -> None:
         """Fill `out` with rows from `begin` on, as `decode` or `to_int8`."""
         if isinstance(out, Quantised):
             self.to_int8(out, begin)
@@ -120,7 +121,7 @@ def _order(count: int, heads: int) -> Tensor:
 
 
 @lru_cache(maxsize=256)  # it takes longer than a matmul of few rows
-def _stored_rows(count: int, heads: int) -> np.ndarray:
+def stored_rows(count: int, heads: int) -> np.ndarray:
     """Which stored row each row of a matrix is: the inverse of `Quantised.order`."""
     return _order(count, heads).argsort().numpy()
 

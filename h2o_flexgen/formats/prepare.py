@@ -13,5 +13,5 @@ def prepare(dtype: torch.dtype) -> None:
     shape = 1, 32
     for form in (Int8(), Int4(32)):
         matrix = form.view(torch.zeros(form.nbytes(shape), dtype=torch.uint8), shape)
-        matrix.decode(torch.empty(shape, dtype=dtype))
+        matrix.to(dtype)
         matrix.to_int8(Int8().view(torch.zeros(Int8().nbytes(shape), dtype=torch.uint8), shape))

@@ -132,11 +132,8 @@ def count_each(wanted: np.ndarray, values: np.ndarray) -> np.ndarray:
 
 
 def read_rows(path: str) -> Rows:
-    """The rows of an input file (- for stdin).
-
-    Raises:
-        UserError: the file cannot be read, is of another form, holds no rows, or has a custom_id twice.
-    """
+    """The rows of an input file (- for stdin). Raises UserError if it cannot be read, is of another form, holds no
+    rows, or has a custom_id twice."""
     content = Content(path)
     check_no_array(content)
     rows = Rows(f"`input_file` {path}", content, parse_row)
@@ -232,11 +229,8 @@ def builtin_rows(tokenizer, vocab: int, count: int, length: int) -> Rows:
 
 
 def builtin_text() -> str:
-    """English prose that comes with Python: its language reference, by topic.
-
-    Raises:
-        UserError: this Python lacks it.
-    """
+    """English prose that comes with Python: its language reference, by topic. Raises UserError if this Python lacks
+    it."""
     try:
         from pydoc_data.topics import topics
     except ImportError:

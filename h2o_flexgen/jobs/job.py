@@ -204,7 +204,9 @@ class JobWriter(Observer):
         self.manifest = before
         if slots and longest > before.longest_prompt:
             known = f"a new prompt has {longest} tokens, the longest so far had {before.longest_prompt}"
-            log.warning("%s: its KV budget is %d heavy + %d recent slots too", known, slots["heavy"], slots["recent"])
+            log.warning(
+                "%s: it gets the job's KV budget, %d heavy + %d recent slots", known, slots["heavy"], slots["recent"]
+            )
 
     def run(self) -> None:
         if not self.admission.lens:

@@ -117,10 +117,7 @@ def _unpacked(parts: Iterable[str | list]) -> np.ndarray:
 
 def lock(path: Path) -> BinaryIO | None:
     """Lock the manifest of a job against other jobs until the returned file is closed; None if there is no manifest.
-
-    Raises:
-        UserError: it cannot be read, or another job has locked it.
-    """
+    Raises UserError if it cannot be read, or another job has locked it."""
     busy = UserError(f"another job is writing the output file of {path}")
     try:
         file = open(open_regular(path, os.O_RDWR), "r+b")  # NFS locks only files that are open for writing

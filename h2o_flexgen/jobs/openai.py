@@ -35,11 +35,8 @@ def is_request(data: dict) -> bool:
 
 
 def parse(data: dict, row: Row) -> None:
-    """Fill `row` from a request.
-
-    Raises:
-        UserError: it cannot be run. The output of one without a custom_id can only be a plain row.
-    """
+    """Fill `row` from a request. Raises UserError if it cannot be run; without a custom_id its output can only be a
+    plain row."""
     if row.custom_id is None:
         raise UserError("a request needs a custom_id")
     row.kind = URLS.get(str(data.get("url")), "chat")  # errors look the same in both
@@ -67,11 +64,8 @@ def parse(data: dict, row: Row) -> None:
 
 
 def conversation(data: dict) -> Conversation:
-    """The conversation of a plain row or the body of a request.
-
-    Raises:
-        RowError: there are no messages, one has a wrong shape, or `chat_template_kwargs` is not an object.
-    """
+    """The conversation of a plain row or the body of a request. Raises RowError if there are no messages, one has a
+    wrong shape, or `chat_template_kwargs` is not an object."""
     messages = data.get("messages")
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise RowError("messages must be a list of objects with role and content", "messages")

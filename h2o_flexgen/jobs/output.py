@@ -93,11 +93,8 @@ class OutputFile:
         return line
 
     def finish(self) -> None:
-        """Put the rows in the order of the input.
-
-        Raises:
-            UserError: the disk is full, or somebody has written the file; the message says where the rows are.
-        """
+        """Put the rows in the order of the input. Raises UserError, which says where the rows are, if the disk is full
+        or somebody has written the file."""
         self.flush()
         if self.error is not None:
             count = self.written + len(self.waiting)
@@ -263,12 +260,8 @@ def open_done(path: Path) -> BinaryIO:
 
 
 def read_done(path: Path, file: BinaryIO) -> Iterator[tuple[int, DoneRow]]:
-    """The offset of each row in an output file, and the row; after a power failure the last line may be half a row,
-    which is ignored.
-
-    Raises:
-        UserError: the file cannot be read, or a line is not a row.
-    """
+    """The offset of each row in an output file, and the row. After a power failure the last line may be half a row,
+    which is ignored. Raises UserError if the file cannot be read, or a line is not a row."""
     offset = 0
     try:
         for number, line in enumerate(file, 1):

@@ -75,11 +75,8 @@ class Done:
         return DoneRow.of(json.loads(line_at(self.file, self.offsets[n])))
 
     def lines(self, left: Left) -> Iterator[tuple[int, bytes]]:
-        """(index, line) of the rows that stay, in the order of the input.
-
-        Raises:
-            UserError: the file has changed since it was read.
-        """
+        """(index, line) of the rows that stay, in the order of the input. Raises UserError if the file has changed
+        since it was read."""
         if self._state() != self.state:
             raise UserError(f"`output_file` {self.path} was edited while the job began: start the job again")
         for n, index in zip(left.kept, map(int, left.indices)):

@@ -54,11 +54,7 @@ def changes(old: dict, new: dict) -> list[str]:
 
 def fingerprint(model: LoadedModel) -> str:
     """A hash of a model's configuration, samples of its weights, its tokenizer and chat template. It does not depend on
-    paths and times: a copy is the same model.
-
-    Raises:
-        UserError: the weights cannot be read.
-    """
+    paths and times: a copy is the same model. Raises UserError if the weights cannot be read."""
     found = hashlib.sha256(repr((model.spec, model.is_dummy)).encode())
     if not model.is_dummy:
         path = model.source.path

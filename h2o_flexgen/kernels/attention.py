@@ -23,7 +23,7 @@ from h2o_flexgen.kernels.linear import prefers_fp32
 WIDENED_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 25}
 #: probabilities of a prompt in memory at once: what stays in a CPU's cache, or fills a GPU
 CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 25}
-#: queries of a chunk. On 2 cores 128, which waste few pairs, took up to a quarter less time than 256 with short prompts
+#: queries of a chunk. On 2 cores 128, wasting few pairs, took up to a quarter less time than 256 with short prompts
 #: and up to a sixth more at 2048 tokens; not measured on CUDA
 QUERY_CHUNK = {"cpu": 128, "cuda": 256}
 

@@ -86,7 +86,7 @@ def sliced(x: Tensor, weight: Quantised, bias: Tensor | None = None, outliers: b
         shape = min(step, height - begin), width
         part = form.view(buffer[: form.nbytes(shape)], shape)
         target = out[:, begin : begin + step]
-        weight.into(part, begin)
+        weight.decode_into(part, begin)
         decoded = Int8Weight(*Int8().parts(part.raw, shape)) if weight.in_int8 else part
         target.copy_(linear(rows, decoded, None if bias is None else bias[begin : begin + step], outliers))
     return out.view(*x.shape[:-1], -1)
@@ -112,10 +112,7 @@ def packs_int8() -> bool:
 
 def takes_in_blocks(formats: Iterable[Format], compute: str, cuda: bool, asked: bool | None = None) -> bool:
     """Whether int8 matmuls of a model with matrices in these formats read blocks of 4 bits as stored (`tiles4`): as
-    `asked`, or by default on CPUs where that is hardly slower.
-
-    Raises:
-        UserError: it is asked for, and this CPU cannot.
+    `asked`, or by default on CPUs where that is hardly slower. Raises UserError if it is asked for and this CPU cannot.
     """
     if compute != "int8" or cuda or asked is False or not any(map(_is_block, formats)):
         return False

@@ -25,15 +25,10 @@ MAX_OUTLIERS = 16
 
 @dataclass
 class Int8Weight:
-    """A matrix (O, I).
+    """A matrix (O, I)."""
 
-    Attributes:
-        codes: (O, I), int8, or those from `int8.pack`.
-        scale: (O,), fp32.
-    """
-
-    codes: Tensor
-    scale: Tensor
+    codes: Tensor  # (O, I), int8, or those from `int8.pack`
+    scale: Tensor  # (O,), fp32
 
     @property
     def is_cuda(self) -> bool:
@@ -51,19 +46,12 @@ class Int8Weight:
 
 @dataclass
 class Int8Activations:
-    """R rows of I activations.
+    """R rows of I activations."""
 
-    Attributes:
-        codes: (R, I) int8.
-        scale: (R,) fp32.
-        kept: (R, U) fp32, the outliers, and 0 for other elements of their columns.
-        places: (U,), the columns that hold outliers.
-    """
-
-    codes: Tensor
-    scale: Tensor
-    kept: Tensor
-    places: Tensor
+    codes: Tensor  # (R, I) int8
+    scale: Tensor  # (R,) fp32
+    kept: Tensor  # (R, U) fp32, the outliers, and 0 for other elements of their columns
+    places: Tensor  # (U,), the columns that hold outliers
 
     @classmethod
     def of(cls, codes: Tensor) -> Int8Activations:

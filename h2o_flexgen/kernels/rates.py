@@ -22,15 +22,11 @@ INT4 = "int4"
 
 @dataclass(frozen=True)
 class KernelRates:
-    """Measured rates of one CPU, as `timing.measure` finds them.
+    """Measured rates of one CPU, as `timing.measure` finds them."""
 
-    Attributes:
-        linear: {dtype, or "int8" and "int4": {kernel: {rows: flops per second}}}, without kernels that cannot run here.
-        attention: {dtype: flops per second} of the batched matmuls in attention over a prompt.
-    """
-
+    #: {dtype, or "int8" and "int4": {kernel: {rows: flops per second}}}, without kernels that cannot run here
     linear: dict[str, dict[str, dict[int, float]]]
-    attention: dict[str, float]
+    attention: dict[str, float]  # {dtype: flops per second} of the batched matmuls in attention over a prompt
 
     @classmethod
     def from_dict(cls, data: dict) -> KernelRates:
@@ -77,11 +73,9 @@ class KernelRates:
     def dtype(self, stored: str | None = None) -> str:
         """The type to compute in: the 16-bit one with the least seconds over MIX, or float32 if that is faster still.
 
-        Among types within MARGIN of each other, the checkpoint's own comes first, then bfloat16 for its range, and
-        float32 last for its memory. A checkpoint in bfloat16 is never computed in float16, whose range is too small.
-
-        Args:
-            stored: the type of the checkpoint, if known.
+        Among types within MARGIN of each other, the checkpoint's own (`stored`, if known) comes first, then bfloat16
+        for its range, and float32 last for its memory. A checkpoint in bfloat16 is never computed in float16, whose
+        range is too small.
         """
         order = [stored] if stored in HALF_TYPES else []
         order += [t for t in HALF_TYPES if t not in order and not (t == "float16" and stored == "bfloat16")]

@@ -55,11 +55,8 @@ RULES: dict[str, type[BudgetRule]] = {rule.name: rule for rule in _BUDGET_RULES}
 
 
 def make_rule(text: str, heavy: int, recent: int) -> BudgetRule:
-    """The rule that a KV budget names, as "name" or "name:option=value:option=value".
-
-    Raises:
-        UserError: an unknown name or option, an invalid value, or too few slots for the options.
-    """
+    """The rule that a KV budget names, as "name" or "name:option=value:option=value". Raises UserError for an unknown
+    name or option, an invalid value, or too few slots for the options."""
     name, *given = text.split(":")
     if name not in RULES:
         raise UserError(f"unknown `kv_rule` {name!r}; known: {', '.join(RULES)}")
@@ -76,11 +73,8 @@ def make_rule(text: str, heavy: int, recent: int) -> BudgetRule:
 
 
 def layer_losses(text: str) -> LayerLosses | None:
-    """The file that the option `layers` of a rule names, read; None without that option.
-
-    Raises:
-        UserError: as `make_rule`, for any number of slots; or the file cannot be used.
-    """
+    """The file that the option `layers` of a rule names, read; None without that option. Raises UserError as
+    `make_rule`, for any number of slots, or if the file cannot be used."""
     rule = make_rule(text, _PLENTY, _PLENTY)
     return LayerLosses.from_file(rule.layers) if rule.layers else None
 

@@ -126,10 +126,16 @@ class BudgetRule(CacheRule):
         slots are ignored."""
         return tokens.score
 
+    def step_scores(self, score: Tensor, received: Tensor) -> Tensor:
+        """The scores (B, KV, S) after a step in which the tokens received this attention (B, KV, S); may write to
+        `score`."""
+        return score.add_(received)
+
     def prompt_step_scores(self, score: Tensor, received: Tensor, count: Tensor) -> Tensor:
         """(B, KV, N): the scores of earlier tokens after `count` (B, 1, 1) more tokens of a prompt, from which they
-        received this weighted attention; may write to `score`."""
-        return score.add_(received)
+        received this weighted attention; may write to `score`. Where `step_scores` lets scores fade at every step, this
+        must do so `count` times."""
+        return self.step_scores(score, received)
 
     # the prompt
 
@@ -151,7 +157,7 @@ class BudgetRule(CacheRule):
         position = torch.where(position <= newest, position, -1)[:, None]
         position = position.to(torch.int32).to(k.device, non_blocking=True)
         metadata = {"position": position.expand(k.shape[:3]), **self.remember(k, v)}
-        text = Text(k, v, codes(form, k, v), metadata, rows.new).behind(past)
+        text = Text(k, v, codes(form, k, v), metadata, rows.new).appended_to(past)
         past_end = text.k.shape[2] - T
         past_len = torch.zeros_like(rows.new) if past is None else past.length
         empty = None

@@ -52,17 +52,6 @@ class FixedRule(BudgetRule):
     def segments(self, prompt_len: int, gen_len: int) -> tuple[int, ...]:
         return (min(self.slots, prompt_len + max(0, gen_len - 2)) + 1,)
 
-    # what a rule may override
-
-    def step_scores(self, score: Tensor, received: Tensor) -> Tensor:
-        """The scores (B, KV, S) after a step in which the tokens received this attention (B, KV, S); may write to
-        `score`."""
-        return score.add_(received)
-
-    def prompt_step_scores(self, score: Tensor, received: Tensor, count: Tensor) -> Tensor:
-        """As in `BudgetRule`. Where `step_scores` lets scores fade at every step, this must do so `count` times."""
-        return self.step_scores(score, received)
-
     # the cache as a text
 
     def clear(self, cache: KVTensors) -> None:

@@ -14,17 +14,11 @@ from h2o_flexgen.utils.files import read_json
 
 @dataclass(frozen=True)
 class LayerLosses:
-    """The loss of each layer of a model at several budgets, as measured by `h2o-flexgen calibrate`.
+    """The loss of each layer of a model at several budgets, as measured by `h2o-flexgen calibrate`."""
 
-    Attributes:
-        budgets: slots as fractions of a text, ascending.
-        losses: of each layer, with each budget.
-        model, rule: names of what was measured, if known.
-    """
-
-    budgets: tuple[float, ...]
-    losses: tuple[tuple[float, ...], ...]
-    model: str | None = None
+    budgets: tuple[float, ...]  # slots as fractions of a text, ascending
+    losses: tuple[tuple[float, ...], ...]  # of each layer, with each budget
+    model: str | None = None  # what was measured, if known
     rule: str | None = None
 
     @classmethod
@@ -45,15 +39,8 @@ class LayerLosses:
             raise UserError(f"`kv_rule`: {path} contains no losses of layers: {made}") from None
 
     def slots(self, heavy: int, recent: int, length: int) -> tuple[tuple[int, int], ...]:
-        """(heavy, recent) of each layer that minimise the sum of the losses; all layers keep the ratio of the two.
-
-        Args:
-            heavy, recent: of the average layer.
-            length: tokens of the longest text.
-
-        Raises:
-            UserError: the budget is outside the measured range.
-        """
+        """(heavy, recent) of each layer that minimise the sum of the losses; their means and their ratio are as given.
+        `length`: tokens of the longest text. Raises UserError if the budget is outside the measured range."""
         mean = heavy + recent
         if not self.budgets[0] <= mean / length <= self.budgets[-1]:
             known = f"{self.budgets[0]:.1%} to {self.budgets[-1]:.1%}"

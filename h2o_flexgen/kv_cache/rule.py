@@ -104,7 +104,7 @@ class CacheRule:
         Returns:
             The context (B, H, T, D), undefined for padding, and the whole texts for `keep`.
         """
-        text = Text(k, v, codes(form, k, v), {}, rows.new).behind(past)
+        text = Text(k, v, codes(form, k, v), {}, rows.new).appended_to(past)
         return causal_attention(q, text.k, text.v), text
 
     def keep(self, cache: KVTensors, text: Text) -> None:
@@ -127,16 +127,11 @@ class CacheRule:
 
 @dataclass(frozen=True)
 class Rows:
-    """Sequences that compute together; each field is (B,) int64 on the CPU.
+    """Sequences that compute together; each field is (B,) int64 on the CPU."""
 
-    Attributes:
-        length: tokens of each text that were computed before; new: tokens that are computed now.
-        prompt: tokens up to the end of the prompt.
-    """
-
-    length: Tensor
-    new: Tensor
-    prompt: Tensor
+    length: Tensor  # tokens of each text that were computed before
+    new: Tensor  # tokens that are computed now
+    prompt: Tensor  # tokens up to the end of the prompt
 
     @classmethod
     def prompts(cls, lengths: Tensor) -> Rows:
@@ -151,27 +146,20 @@ class Rows:
 
 @dataclass(frozen=True)
 class Text:
-    """All tokens of texts, before any is dropped.
+    """All tokens of texts, before any is dropped."""
 
-    Attributes:
-        k, v: (B, KV, N, D) floats.
-        codes: both as the cache stores them, (B, KV, N, W); None if it stores floats.
-        metadata: (B, KV, N) by name. A `position` of -1 marks a place without a token.
-        length: (B,) int64 on the CPU, tokens of each text; the rest is padding.
-    """
-
-    k: Tensor
+    k: Tensor  # (B, KV, N, D) floats
     v: Tensor
-    codes: tuple[Tensor, Tensor] | None
-    metadata: dict[str, Tensor]
-    length: Tensor
+    codes: tuple[Tensor, Tensor] | None  # both as the cache stores them, (B, KV, N, W); None if it stores floats
+    metadata: dict[str, Tensor]  # (B, KV, N) by name; a `position` of -1 marks a place without a token
+    length: Tensor  # (B,) int64 on the CPU, tokens of each text; the rest is padding
 
     @property
     def stored(self) -> tuple[Tensor, Tensor]:
         """K and V as the cache stores them."""
         return self.codes or (self.k, self.v)
 
-    def behind(self, past: Text | None) -> Text:
+    def appended_to(self, past: Text | None) -> Text:
         """The tokens of `past`, of each row or of a single row for all, followed by these. `score` stays unchanged."""
         if past is None:
             return self
@@ -187,7 +175,7 @@ class Text:
         codes = self.codes and tuple(map(joined, past.stored, self.stored))
         return Text(joined(past.k, self.k), joined(past.v, self.v), codes, metadata, past.length + self.length)
 
-    def since(self, begin: int) -> Text:
+    def tail(self, begin: int) -> Text:
         """A copy of the tokens from `begin` on, with all of `score`, which belongs to the whole text."""
         metadata = {name: x if name == "score" else x[:, :, begin:] for name, x in self.metadata.items()}
         codes = self.codes and tuple(x[:, :, begin:] for x in self.codes)
@@ -206,16 +194,11 @@ class Text:
 
 @dataclass(frozen=True)
 class Tokens:
-    """The tokens that a rule chooses from: those of a prompt, or those in the slots of a cache.
+    """The tokens that a rule chooses from: those of a prompt, or those in the slots of a cache."""
 
-    Attributes:
-        metadata: (B, KV, N) by name.
-        newest: (B, 1, 1) int32, position of the newest token; prompt: (B, 1, 1) int32, tokens of the prompt.
-    """
-
-    metadata: dict[str, Tensor]
-    newest: Tensor
-    prompt: Tensor
+    metadata: dict[str, Tensor]  # (B, KV, N) by name
+    newest: Tensor  # (B, 1, 1) int32, position of the newest token
+    prompt: Tensor  # (B, 1, 1) int32, tokens of the prompt
 
     @property
     def score(self) -> Tensor:

@@ -27,97 +27,65 @@ Rates = dict[int, float]
 
 @dataclass(frozen=True)
 class Link:
-    """One direction of traffic.
+    """One direction of traffic."""
 
-    Attributes:
-        bytes_per_s: rate while nothing computes.
-        compute_seconds_per_byte: compute time lost per byte transferred meanwhile (to the CPU that copies, or the whole
-            transfer where the two cannot overlap).
-        slowed_by_compute: fraction of the rate lost while something computes, in [0, 1].
-        request_seconds: fixed cost of a request (disk only).
-        compute_seconds_per_request: compute time lost per request.
-    """
-
-    bytes_per_s: float
+    bytes_per_s: float  # rate while nothing computes
+    #: compute time lost per byte transferred meanwhile: by the CPU that copies, or all of it without overlap
     compute_seconds_per_byte: float = 0.0
-    slowed_by_compute: float = 0.0
-    request_seconds: float = 0.0
-    compute_seconds_per_request: float = 0.0
+    slowed_by_compute: float = 0.0  # fraction of the rate lost while something computes, in [0, 1]
+    request_seconds: float = 0.0  # fixed cost of a request (disk only)
+    compute_seconds_per_request: float = 0.0  # compute time lost per request
 
 
 @dataclass(frozen=True)
 class AttentionRates:
-    """Speed of attention in one phase under one cache rule.
+    """Speed of attention in one phase under one cache rule."""
 
-    Attributes:
-        rates: by head size; in prefill flops per second (4 per query, key and element), else bytes of K and V.
-        head_seconds: fixed cost per KV head and sequence.
-        grouped: slowdown of attention over a cache of the same bytes where GROUP query heads share each KV head,
-            relative to one query head each.
-    """
-
-    rates: Rates
-    head_seconds: float = 0.0
+    rates: Rates  # by head size; in prefill flops per second (4 per query, key and element), else bytes of K and V
+    head_seconds: float = 0.0  # fixed cost per KV head and sequence
+    #: slowdown of attention over a cache of the same bytes where GROUP query heads, and not one, share each KV head
     grouped: float = 1.0
 
     def seconds(self, work: float, heads: int, head_dim: int, group: int = 1) -> float:
-        """Of one sequence in one layer.
-
-        Args:
-            work: flops in prefill, else bytes of K and V.
-            heads: query heads in prefill, else KV heads; `group`: query heads per KV head.
-        """
+        """Of one sequence in one layer: `work` in flops and query heads in prefill, else bytes of K and V and KV heads;
+        `group` query heads share each KV head."""
         seconds = work / interpolate(self.rates, head_dim) + heads * self.head_seconds
         return seconds * interpolate({1: 1.0, GROUP: self.grouped}, group)
 
 
 @dataclass(frozen=True)
 class Profile:
-    """Measured hardware. Without CUDA the compute device is the CPU, and links to and from `gpu` copy within RAM.
-
-    Attributes:
-        machine, versions, date, command: where the rates come from.
-        device: "cpu" or "cuda"; dtype: of the computation.
-        memory: bytes by tier; without CUDA gpu and cpu are the same RAM.
-        links: by name (LINKS); the disk's bypass the page cache, in requests as large as those for a KV block.
-        matmul: rates of x @ W.T by kind and shape of W, including one more pass over the output (norm, activation or
-            sum) or the choice of tokens. Kinds: "streamed"; "resident", where resident matrices are packed; "int8" and
-            "int8 resident" for int8 arithmetic; "int4" for int8 arithmetic on 4-bit weights.
-        attention: by phase and cache rule; phases: "prefill", "decode", and "cpu" for decode steps on the CPU beside a
-            CUDA device.
-        decode, unpack: {bits of a code: elements per second} for turning quantised matrices into floats and into int8.
-        step_seconds: fixed cost of taking one batch, or micro-batch, through one layer.
-        baseline_bytes: RAM of the idle process; workspace_bytes: device memory that libraries take.
-        crowded: fraction of the time that the measuring process waited for a core.
-        kernels: rates by which CPU kernels are chosen; None for CUDA and for unmeasured machines.
-    """
+    """Measured hardware, and where its rates come from. Without CUDA the compute device is the CPU, and links to and
+    from `gpu` copy within RAM."""
 
     machine: dict
     versions: dict
     date: str
     command: str
-    device: str
-    dtype: str
-    memory: dict[str, int]
-    links: dict[str, Link]
+    device: str  # "cpu" or "cuda"
+    dtype: str  # of the computation
+    memory: dict[str, int]  # bytes by tier; without CUDA gpu and cpu are the same RAM
+    links: dict[str, Link]  # by name (LINKS); the disk's bypass the page cache, in requests as large as for a KV block
+    #: rates of x @ W.T by kind and shape of W, including one more pass over the output (norm, activation or sum) or the
+    #: choice of tokens. Kinds: "streamed"; "resident", where resident matrices are packed; "int8" and "int8 resident"
+    #: for int8 arithmetic; "int4" for int8 arithmetic on 4-bit weights
     matmul: dict[str, dict[Shape, Rates]]
+    #: by phase and cache rule; phases: "prefill", "decode", and "cpu" for decode steps on the CPU beside a CUDA device
     attention: dict[str, dict[str, AttentionRates]]
-    decode: dict[int, float] = field(default_factory=dict)
-    unpack: dict[int, float] = field(default_factory=dict)
-    step_seconds: float = 0.0
-    baseline_bytes: int = 0
-    workspace_bytes: int = 0
-    crowded: float = 0.0
-    kernels: KernelRates | None = None
+    decode: dict[int, float] = field(default_factory=dict)  # matrices to floats: {bits of a code: elements per second}
+    unpack: dict[int, float] = field(default_factory=dict)  # likewise to int8
+    step_seconds: float = 0.0  # fixed cost of taking one batch, or micro-batch, through one layer
+    baseline_bytes: int = 0  # RAM of the idle process
+    workspace_bytes: int = 0  # device memory that libraries take
+    crowded: float = 0.0  # fraction of the time that the measuring process waited for a core
+    kernels: KernelRates | None = None  # rates by which CPU kernels are chosen; None for CUDA and unmeasured machines
 
     def matmul_seconds(self, shape: Shape, rows: int, resident: bool = False, bits: int | None = None) -> float:
         """Of x @ W.T for `rows` rows of x and W of this (out, in) shape.
 
         The rate is that of the measured shape nearest in log-log distance: it predicts unmeasured shapes within 7 % on
-        average, interpolating by number of elements within 9 %.
-
-        Args:
-            bits: of the weight, for int8 arithmetic; where that was not measured, the rates of floats stand in.
+        average, interpolating by number of elements within 9 %. `bits`: of the weight, for int8 arithmetic; where that
+        was not measured, the rates of floats stand in.
         """
         kinds = [f"int{bits} resident"] * resident + [f"int{bits}", "int8"] if bits else []
         kinds += ["resident"] * resident

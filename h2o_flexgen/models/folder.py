@@ -16,7 +16,7 @@ STEMS = ("model", "pytorch_model")
 #: suffixes of files of weights, readable or not
 WEIGHTS = (".safetensors", ".bin", ".pth", ".pt", ".h5", ".msgpack", ".onnx")
 #: the name of one part of a model
-NUMBERED = re.compile(r"(.+)-\d{5}-of-(\d{5})(\.\w+)")
+NUMBERED = re.compile(r"(.+)-\d{5}-of-(\d{5})(\.\w+)$")
 #: the beginning of a file that stands in for a large one until Git LFS fetches it
 POINTER = b"version https://git-lfs.github.com/spec/"
 
@@ -75,10 +75,9 @@ def numbered(path: Path) -> list[Path]:
     return parts if path in parts else [path]
 
 
-def _whole_name(name: str) -> str | None:
-    """The name without its part number; None if it has none."""
-    found = NUMBERED.fullmatch(name)
-    return found and found[1] + found[3]
+def unnumbered(name: str) -> str:
+    """The name of a file without its part number."""
+    return NUMBERED.sub(r"\1\3", name)
 
 
 def listed(folder: Path) -> list[str]:
@@ -112,8 +111,8 @@ def _checkpoints(folder: Path) -> list[Path]:
     for kind in NAMES:
         index = f"{kind}.index.json"
         found += [folder / name for name in (kind, index) if name in names]
-        shards = [name for name in names if _whole_name(name) == kind]
         if index not in names:
+            shards = [name for name in names if name != kind and unnumbered(name) == kind]
             without_index |= {numbered(folder / name)[0] for name in shards}
     return found + sorted(without_index)
 

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.formats import GGUF, Format
+from h2o_flexgen.formats import GGUF, Format, dtype_name
+from h2o_flexgen.formats.matrix import stored_rows
 from h2o_flexgen.models.gguf_file import GGUFTensor, parts, read_model
 from h2o_flexgen.models.gguf_tokenizer import write_tokenizer
 from h2o_flexgen.models.llama import LLAMA3_ROPE
@@ -41,11 +42,8 @@ def is_gguf(path: Path) -> bool:
 
 
 def unpacked(path: Path) -> Path:
-    """The folder with the config and the tokenizer of a GGUF file, made once and kept in the cache folder.
-
-    Raises:
-        UserError: as `GGUFFile`, an unsupported tokenizer, or no space.
-    """
+    """The folder with the config and the tokenizer of a GGUF file, made once and kept in the cache folder. Raises
+    UserError as `GGUFFile`, for an unsupported tokenizer, or for lack of space."""
     try:
         return converted(parts(path), "config and tokenizer", lambda folder: GGUFFile(path).unpack(folder), "unpacked")
     except OSError as e:
@@ -54,14 +52,8 @@ def unpacked(path: Path) -> Path:
 
 def in_place(path: Path, layers: Sequence[Layer]) -> dict[str, tuple[Path, int, tuple[int, ...], Format]]:
     """{name in a Hugging Face checkpoint: (file, offset, shape, format)} of the tensors that can be streamed in their
-    stored format from a GGUF file or its parts.
-
-    Args:
-        layers: all layers of the model.
-
-    Raises:
-        UserError: as `GGUFFile`, or a tensor that is missing, has another shape, or belongs to another architecture.
-    """
+    stored format from a GGUF file or its parts. `layers`: all layers of the model. Raises UserError as `GGUFFile`, or
+    for a tensor that is missing, has another shape, or belongs to another architecture."""
     file = GGUFFile(path)
     found = {}
     unknown = {name for name in file.tensors if not name.endswith(UNUSED)}
@@ -153,7 +145,7 @@ class GGUFFile:
         }
         types = {tensor.type for tensor in self.tensors.values() if len(tensor.shape) > 1}
         if len(types) == 1 and types < FLOATS.keys():
-            config["dtype"] = str(FLOATS[types.pop()]).removeprefix("torch.")
+            config["dtype"] = dtype_name(FLOATS[types.pop()])
         spec_of(config, str(self.path))  # raises for invalid values
         return config
 
@@ -209,15 +201,12 @@ class GGUFFile:
     # tensors
 
     def checkpoint_tensors(self, layers: Sequence[Layer], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """(name in a Hugging Face checkpoint, tensor) of all tensors in `layers`.
-
-        Args:
-            dtype: for tensors that are quantised in the file.
-        """
+        """(name in a Hugging Face checkpoint, tensor) of all tensors in `layers`; those that are quantised in the file
+        in `dtype`."""
         for name, shape, stored, heads in self.named(layers):
             self.tensor(stored, shape)
             tensor = self.dequantised(stored, dtype)
-            yield name, unpermuted(tensor, heads) if heads else tensor
+            yield name, tensor[stored_rows(len(tensor), heads)] if heads else tensor
 
     def dequantised(self, name: str, dtype: torch.dtype) -> Tensor:
         """A tensor by its name in the file: floats in their own type, others dequantised to `dtype`, part by part."""
@@ -268,10 +257,3 @@ class GGUFFile:
                 if stored is None:
                     raise UserError(f"{self.path} has no tensor {name!r}: the config is of another model")
                 yield name, shape, f"{stored}.{part}", heads.get(module.rpartition(".")[2], 0)
-
-
-def unpermuted(tensor: Tensor, heads: int) -> Tensor:
-    """The rows (heads * D, ...) of queries or keys in the order of a checkpoint. llama.cpp puts the two elements of a
-    pair that RoPE rotates side by side; in a checkpoint they are half a head apart."""
-    pairs = tensor.view(heads, len(tensor) // heads // 2, 2, *tensor.shape[1:])
-    return pairs.transpose(1, 2).reshape(tensor.shape)

@@ -50,11 +50,7 @@ log = logging.getLogger(__name__)
 
 def write_tokenizer(file: GGUFFile, folder: Path) -> None:
     """Write the files of the tokenizer, if there is one, into a folder, with a generation_config.json for the ids that
-    end a text.
-
-    Raises:
-        UserError: an unsupported kind of tokenizer, invalid metadata, or a folder that cannot be written.
-    """
+    end a text. Raises UserError as `Vocabulary`, or if the folder cannot be written."""
     if file.field("tokenizer.ggml.model", "none") in NO_TOKENIZER:
         return
     try:
@@ -75,11 +71,7 @@ def write_tokenizer(file: GGUFFile, folder: Path) -> None:
 
 
 class Vocabulary:
-    """The vocabulary of a GGUF file.
-
-    Raises:
-        UserError: an unsupported kind of tokenizer, or invalid metadata.
-    """
+    """The vocabulary of a GGUF file. Raises UserError for an unsupported kind of tokenizer, or invalid metadata."""
 
     def __init__(self, file: GGUFFile):
         self.file = file

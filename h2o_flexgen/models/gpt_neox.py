@@ -85,12 +85,10 @@ def tensors(spec: NeoXSpec) -> list[Layer]:
             | matrix("down", f"{at}.mlp.dense_4h_to_h", E, spec.inner, True)
         )
 
+    blocks = map(block, range(spec.layers))
     norm = vectors("final_norm", "gpt_neox.final_layer_norm", E, parts)
-    return [
-        Layer({}, {"words": words}),
-        *(block(index) for index in range(spec.layers)),
-        Layer(norm | {"head.weight": words if spec.tied else ("embed_out.weight", (spec.vocab, E))}),
-    ]
+    head = {"head.weight": words if spec.tied else ("embed_out.weight", (spec.vocab, E))}
+    return [Layer({}, {"words": words}), *blocks, Layer(norm | head)]
 
 
 def block(spec: NeoXSpec, w: Weights, hidden: Tensor, positions: Positions | None, attend: Attend) -> Tensor:

@@ -47,11 +47,8 @@ def commit(path: Path) -> str | None:
 
 def snapshot(repo: Repository, weights: bool) -> Path:
     """The folder of a repository's config and tokenizer, and of its weights if `weights`; or, if `repo` names one, its
-    GGUF file, which holds all three. Downloads what is not in the local cache.
-
-    Raises:
-        UserError: the files cannot be obtained, or are not of a supported model.
-    """
+    GGUF file, which holds all three. Downloads what is not in the local cache. Raises UserError if the files cannot be
+    obtained, or are not of a supported model."""
     try:
         return _gguf_file(repo) if repo.gguf else _folder(repo, weights)
     except UserError:

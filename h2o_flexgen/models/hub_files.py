@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.models.folder import numbered
+from h2o_flexgen.models.folder import numbered, unnumbered
 from h2o_flexgen.models.repository import Repository
 
 #: suffixes of weights for other programs
@@ -18,17 +18,14 @@ _MOST = 12
 
 
 def chosen(repo: Repository, names: Sequence[str]) -> list[str]:
-    """The GGUF files among `names` that `repo.gguf` means: all parts of one model, in order, or [].
-
-    Raises:
-        UserError: it could mean several models.
-    """
+    """The GGUF files among `names` that `repo.gguf` means: all parts of one model, in order, or []. Raises UserError if
+    it could mean several models."""
     is_path = repo.gguf.lower().endswith(".gguf")
     of_type = re.compile(rf"(?!.*mmproj)(?:.*[-._/])?{re.escape(repo.gguf)}\.gguf", re.I)
     models: dict[str, list[str]] = {}
     for name in sorted(names):
-        whole = _unsplit(name)
-        if whole == _unsplit(repo.gguf) if is_path else of_type.fullmatch(whole):
+        whole = unnumbered(name)
+        if whole == unnumbered(repo.gguf) if is_path else of_type.fullmatch(whole):
             models.setdefault(whole, []).append(name)
     if len(models) > 1:
         raise UserError(f"{repo.name}:{repo.gguf} may mean several files, name one: {join_names(list(models))}")
@@ -40,14 +37,9 @@ def are_all_parts(files: Sequence[str]) -> bool:
     return bool(files) and numbered(Path(files[0])) == [Path(file) for file in files]
 
 
-def _unsplit(name: str) -> str:
-    """The name of a GGUF file without its part number."""
-    return re.sub(r"-\d{5}-of-\d{5}(?=\.gguf$)", "", name)
-
-
 def gguf_files(repo: Repository, names: Sequence[str]) -> str:
     """A message with the GGUF files of a repository, and how to name one."""
-    files = sorted({_unsplit(name) for name in names if name.endswith(".gguf")})
+    files = sorted({unnumbered(name) for name in names if name.endswith(".gguf")})
     return f"name one of its GGUF files, as {repo.name}/{files[0]}: {join_names(files)}" if files else "it has none"
 
 

@@ -21,26 +21,16 @@ from h2o_flexgen.models.tokenizer import load_tokenizer
 
 
 class Found(NamedTuple):
-    """A model without its weights.
+    """A model without its weights."""
 
-    Attributes:
-        name: human-readable.
-        declared: the type of the weights; None if the config does not name one.
-        is_dummy: the weights are random.
-        gguf: the GGUF file of the weights, if any.
-        to_fetch: the weights are not on this machine yet.
-        tokenizer: None if there is none, or if it was not read because the sizes are built in.
-        revision: the commit of a repository on the hub; None for other models and for one that is not cached.
-    """
-
-    name: str
+    name: str  # human-readable
     spec: ModelSpec
-    declared: str | None
-    is_dummy: bool = False
-    gguf: Path | None = None
-    to_fetch: bool = False
-    tokenizer: object = None
-    revision: str | None = None
+    declared: str | None  # the type of the weights; None if the config does not name one
+    is_dummy: bool = False  # the weights are random
+    gguf: Path | None = None  # the GGUF file of the weights, if any
+    to_fetch: bool = False  # the weights are not on this machine yet
+    tokenizer: object = None  # None if there is none, or if it was not read because the sizes are built in
+    revision: str | None = None  # the commit of a repository on the hub; None for other models and one not cached
 
     def stored(self, dtype: str) -> str:
         """The type of the weights in the checkpoint, for a job that computes in `dtype`."""
@@ -53,12 +43,9 @@ class Found(NamedTuple):
         makes. Raises UserError for a format that the model cannot have."""
         layers = family(self.spec.model_type).tensors(self.spec)
         if compress_weight is not None:
-            shapes = [layer.shapes for layer in layers]
-            found = compressed(compress_weight, shapes)
-            sizes = {
-                name: form.nbytes(layer[name]) for layer in shapes for name, form in found.items() if name in layer
-            }
-            return found, 0 if self.is_dummy else sum(sizes.values())
+            found = compressed(compress_weight, [layer.shapes for layer in layers])
+            shapes = {name: shape for layer in layers for name, shape in layer.shapes.items()}
+            return found, 0 if self.is_dummy else sum(form.nbytes(shapes[name]) for name, form in found.items())
         found = in_place(self.gguf, layers) if self.gguf else {}
         return {name: form for name, (*_, form) in found.items()}, 0
 

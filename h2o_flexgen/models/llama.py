@@ -109,12 +109,9 @@ def tensors(spec: LlamaSpec) -> list[Layer]:
             | norms
         )
 
-    head = words if spec.tied else ("lm_head.weight", (spec.vocab, E))
-    return [
-        Layer({}, {"words": words}),
-        *(block(index) for index in range(spec.layers)),
-        Layer(vectors("final_norm", "model.norm", E) | {"head.weight": head}),
-    ]
+    blocks = map(block, range(spec.layers))
+    head = {"head.weight": words if spec.tied else ("lm_head.weight", (spec.vocab, E))}
+    return [Layer({}, {"words": words}), *blocks, Layer(vectors("final_norm", "model.norm", E) | head)]
 
 
 def block(spec: LlamaSpec, w: Weights, hidden: Tensor, positions: Positions | None, attend: Attend) -> Tensor:

@@ -98,11 +98,9 @@ def tensors(spec: OptSpec) -> list[Layer]:
             | matrix("down", f"{at}.fc2", E, spec.inner, spec.bias)
         )
 
-    return [
-        Layer(project_in, {"words": words, "positions": positions}),
-        *(block(index) for index in range(spec.layers)),
-        Layer(head | {"head.weight": words if spec.tied else ("lm_head.weight", (spec.vocab, W))}),
-    ]
+    blocks = map(block, range(spec.layers))
+    head |= {"head.weight": words if spec.tied else ("lm_head.weight", (spec.vocab, W))}
+    return [Layer(project_in, {"words": words, "positions": positions}), *blocks, Layer(head)]
 
 
 def embed(spec: OptSpec, w: Weights, gather: Gather, ids: Tensor, positions: Positions) -> Tensor:

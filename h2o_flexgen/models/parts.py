@@ -81,11 +81,8 @@ def mlp(spec: ModelSpec, w: Weights, x: Tensor) -> Tensor:
 
 
 def activation(name: str) -> Callable[[Tensor], Tensor]:
-    """transformers' activation function of that name; may work in place.
-
-    Raises:
-        UserError: an unknown name, or a function with weights.
-    """
+    """transformers' activation function of that name; may work in place. Raises UserError for an unknown name, or a
+    function with weights."""
     if name == "relu":
         return torch.relu_
     if name in ("silu", "swish"):

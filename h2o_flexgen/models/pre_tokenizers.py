@@ -11,17 +11,12 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """A way to split texts.
+    """A way to split texts."""
 
-    Attributes:
-        patterns: regular expressions; each splits the pieces of the one before it into matches and the text between.
-        add_bos: whether a text begins with a BOS token by default.
-        ignore_merges: whether a word in the vocabulary is one token even if the merges do not produce it.
-    """
-
+    #: regular expressions; each splits the pieces of the one before it into matches and the text between
     patterns: tuple[str, ...]
-    add_bos: bool = False
-    ignore_merges: bool = False
+    add_bos: bool = False  # a text begins with a BOS token by default
+    ignore_merges: bool = False  # a word in the vocabulary is one token even if the merges do not produce it
 
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"

@@ -35,12 +35,8 @@ def head_name(spec: ModelSpec) -> str:
 
 
 def spec_of(config: dict, where: str = "the config") -> ModelSpec:
-    """The spec of a model with this config.json, called `where` in messages.
-
-    Raises:
-        UserError: an unknown family, a quantised checkpoint, or a value that is missing, of the wrong type or in
-            contradiction to others.
-    """
+    """The spec of a model with this config.json, called `where` in messages. Raises UserError for an unknown family, a
+    quantised checkpoint, or a value that is missing, of the wrong type or in contradiction to others."""
     model_type = config.get("model_type")
     if model_type not in FAMILIES:
         known = ", ".join(FAMILIES)
@@ -58,22 +54,16 @@ def read_spec(folder: Path) -> ModelSpec:
     `spec_of`, and for a config.json or tokenizer file that cannot be read."""
     for name in TOKENIZER_FILES:
         check_small("the model's", folder / name)
+    where = str(folder / "config.json")
     config = _read(folder / "config.json")
     if config is None:
         expected = "a model folder holds one and the weights, or one .gguf file"
         raise UserError(f"no config.json in {folder}: {expected}{describe_unreadable(folder)}")
     generation = _read(folder / "generation_config.json") or {}
     if generation.get("eos_token_id") is not None:
-        config = config | {"eos_token_id": _listed(config, "eos_token_id") + _listed(generation, "eos_token_id")}
-    return spec_of(config, str(folder / "config.json"))
-
-
-def _listed(config: dict, key: str) -> list:
-    """A value, a list of values or null, as a list."""
-    value = config.get(key)
-    if value is None:
-        return []
-    return value if isinstance(value, list) else [value]
+        ids = Config(generation, str(folder / "generation_config.json")).tokens("eos_token_id")
+        config = config | {"eos_token_id": [*ids, *Config(config, where).tokens("eos_token_id")]}
+    return spec_of(config, where)
 
 
 def stored_dtype(folder: Path) -> str | None:

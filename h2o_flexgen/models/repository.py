@@ -20,26 +20,16 @@ _PAGE = re.compile(r"([^/]+/[^/]+)/(?:tree|blob|resolve)/(refs/\w+/[^/]+|[^/]+)(
 
 
 class Repository(NamedTuple):
-    """A repository of models, or one GGUF file in it.
+    """A repository of models, or one GGUF file in it."""
 
-    Attributes:
-        name: the hub's name, such as facebook/opt-125m.
-        revision: a branch, tag or commit; None for the default branch.
-        gguf: a file's path in the repository, or the type in its name, such as Q4_K_M; None if the repository is one
-            model.
-    """
-
-    name: str
-    revision: str | None = None
-    gguf: str | None = None
+    name: str  # the hub's, such as facebook/opt-125m
+    revision: str | None = None  # a branch, tag or commit; None for the default branch
+    gguf: str | None = None  # a file's path, or the type in its name, such as Q4_K_M; None for a whole repository
 
 
 def repository(model: str) -> Repository | None:
-    """The repository that a name, or the address of a page on the hub, means; None for any other text.
-
-    Raises:
-        UserError: an address on the hub that is not a model's.
-    """
+    """The repository that a name, or the address of a page on the hub, means; None for any other text. Raises UserError
+    for an address on the hub that is not a model's."""
     text = model.strip()
     address = _SITE.match(text)
     if address:
@@ -57,11 +47,8 @@ def repository(model: str) -> Repository | None:
 
 
 def with_revision(model: str | None, revision: str | None) -> str | None:
-    """The name of a model at a revision: NAME@REVISION.
-
-    Raises:
-        UserError: no `model`, a model with another revision, or an impossible name of a revision.
-    """
+    """The name of a model at a revision: NAME@REVISION. Raises UserError for no `model`, a model with another revision,
+    or an impossible name of a revision."""
     if revision is None:
         return model
     if model is None:

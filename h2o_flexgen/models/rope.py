@@ -125,15 +125,10 @@ def unchanged(rope: Rope) -> float:
 
 @dataclass(frozen=True, eq=False)
 class Positions:
-    """Positions of tokens in their texts; each field is (N,) int64 on the CPU.
+    """Positions of tokens in their texts; each field is (N,) int64 on the CPU."""
 
-    Attributes:
-        at: position of each token.
-        ends: length of its text so far, including the whole prompt; only matters for RoPE of the types BY_LENGTH.
-    """
-
-    at: Tensor
-    ends: Tensor
+    at: Tensor  # position of each token
+    ends: Tensor  # length of its text so far, including the whole prompt; only matters for RoPE of the types BY_LENGTH
     _turns: dict = field(default_factory=dict)
 
     def turns(self, rope: Rope, like: Tensor) -> tuple[Tensor, Tensor]:
@@ -153,13 +148,9 @@ class Positions:
         """`frequencies`; one row per token where they depend on the length of its text."""
         if rope.type not in BY_LENGTH:
             return frequencies(rope, rope.positions)
-        lengths = self.ends
-        if rope.type == "dynamic":
-            lengths = lengths.clamp(min=rope.positions)
-        else:
-            original = dict(rope.scaling)[ORIGINAL]
-            lengths = lengths.clamp(original, original + 1)  # there are two sets of frequencies
-        lengths, text = lengths.unique(return_inverse=True)
+        least = unchanged(rope)
+        most = least + 1 if rope.type == "longrope" else None  # LongRoPE has only two sets of frequencies
+        lengths, text = self.ends.clamp(least, most).unique(return_inverse=True)
         found, factors = zip(*(frequencies(rope, length) for length in lengths.tolist()))
         return torch.stack(found)[text], factors[0]
 
@@ -193,11 +184,8 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rollable(spec: ModelSpec) -> Rope:
-    """The RoPE of a model whose positions can roll.
-
-    Raises:
-        UserError: the model has no RoPE, or one that depends on the length of the text.
-    """
+    """The RoPE of a model whose positions can roll. Raises UserError if the model has none, or one that depends on the
+    length of the text."""
     if spec.rope is None:
         raise UserError(f"`position_rolling` needs RoPE: {spec.model_type}'s positions are in its embeddings")
     if spec.rope.type in BY_LENGTH:

@@ -43,11 +43,8 @@ log = logging.getLogger(__name__)
 
 def load_tokenizer(folder: Path):
     """The folder's tokenizer, padding on the left, or None if there is none. If there is a tokenizer.json it is
-    followed, even where transformers' class would not.
-
-    Raises:
-        UserError: a damaged or missing file, a missing package, or a tokenizer that transformers cannot load.
-    """
+    followed, even where transformers' class would not. Raises UserError for a damaged or missing file, a missing
+    package, or a tokenizer that transformers cannot load."""
     _check_files(folder)
     if not has_tokenizer(folder):
         return None
@@ -105,7 +102,8 @@ def _loaded(folder: Path):
 
     config = {key: value for key, value in _config(folder).items() if value is not None}
     if _is_pieces(folder):
-        described, special = _pieces(folder, config)
+        scheme = "first" if config.get("legacy") is False else "always"
+        described, special = read_pieces(folder / _PIECES, scheme if config.get("add_prefix_space", True) else "never")
         tokenizer = _of_pieces(folder, described, special | config)
         asking = {"add_bos_token": True} | config
     elif (folder / _DESCRIBED).exists():
@@ -132,12 +130,6 @@ def _described(path: Path) -> Tokenizer:
     described.no_padding()
     described.no_truncation()
     return described
-
-
-def _pieces(folder: Path, config: dict) -> tuple[Tokenizer, dict[str, str]]:
-    """The tokenizer of a tokenizer.model and its special tokens."""
-    scheme = "first" if config.get("legacy") is False else "always"
-    return read_pieces(folder / _PIECES, scheme if config.get("add_prefix_space", True) else "never")
 
 
 def _of_pieces(folder: Path, described: Tokenizer, config: dict):

@@ -63,15 +63,8 @@ class BudgetPoint:
 
 
 def budget_choices(floor: float, longest: int, total: int) -> list[BudgetChoice]:
-    """Budgets from the floor to the full cache, smallest first.
-
-    Args:
-        floor: the ratio of the smallest budget.
-        longest, total: tokens of the longest prompt, and with its output.
-
-    Raises:
-        UserError: a floor outside (0, 0.5].
-    """
+    """Budgets from the ratio `floor` to the full cache, smallest first. Raises UserError for a floor outside (0, 0.5].
+    `longest`, `total`: tokens of the longest prompt, and with its output."""
     if not 0 < floor <= 0.5:  # at 0.5 heavy and recent slots hold the whole prompt
         raise UserError(f"`min_hh_ratio` must lie in (0, 0.5], not {floor:g}")
     choices = []
@@ -88,10 +81,7 @@ def largest_free(curve: list[BudgetPoint]) -> BudgetPoint:
 
     The best quality is the least loss. Where losses are unknown it is the most slots, then the most bits, since a model
     misses tokens more than bits; 4-bit weights rank last, since they may cost more than either. Of equals the last of
-    `curve` wins.
-
-    Raises:
-        UserError: no point is allowed.
+    `curve` wins. Raises UserError if no point is allowed.
     """
     allowed = [point for point in curve if point.allowed]
     if not allowed:

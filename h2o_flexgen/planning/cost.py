@@ -18,7 +18,7 @@ from h2o_flexgen.planning.occupancy import expected, stretches
 from h2o_flexgen.planning.placement import Placement
 from h2o_flexgen.planning.shapes import DECODER, Shapes
 from h2o_flexgen.planning.traffic import Amount, Flows, Offloaded, weights_beside
-from h2o_flexgen.planning.workload import GROUP_ROWS, Batch, batch_sizes, batches_of, matmul_rows
+from h2o_flexgen.planning.workload import GROUP_ROWS, Batch, batches_of, matmul_rows
 from h2o_flexgen.policy import Policy
 
 #: the most full blocks of a job that are costed
@@ -100,7 +100,6 @@ class CostModel:
     """Costs policies for one model, length of outputs and machine.
 
     Attributes:
-        hidden_bytes, computed: as for `LayerCost`.
         streamed_bytes: bytes in memory of the weights that a pass needs whole.
         steps: decode steps of the average row.
     """
@@ -113,8 +112,6 @@ class CostModel:
         self.steps = gen_len - 1 if mean_len is None else min(gen_len - 1, max(0.0, mean_len - 1))
         self.layers = LayerCost(profile, shapes, gen_len)
         self.streamed_bytes = sum(self.layers.layer_bytes)
-        self.hidden_bytes = self.layers.hidden_bytes
-        self.computed = self.layers.computed
 
     def phases(self, batches: Sequence[Batch], streamed: Amount = 0.0) -> list[Phase]:
         """Prefill and decode steps of a block. `streamed`: fraction of the head's weights that is not resident."""
@@ -225,8 +222,7 @@ class _PlacedCost:
         return parts
 
     def block_by_block(self, prompt_lens: Sequence[int]) -> tuple[float, float]:
-        """Seconds of prefill and of decode where all rows of a block end together. Of many full blocks a sample is
-        costed."""
+        """Seconds of prefill and decode where all rows of a block end together; of many full blocks, from a sample."""
         size = min(self.policy.block_size, len(prompt_lens))
         full, rest = divmod(len(prompt_lens), size)
         costed = range(0, full, ceil(full / _MOST_BLOCKS))
@@ -242,7 +238,7 @@ class _PlacedCost:
         return prefill_seconds, decode_seconds
 
     def refilled(self, prompt_lens: Sequence[int], lengths: Sequence[int]) -> tuple[float, float]:
-        """Seconds of prefill and of decode where rows take the places of those that have ended."""
+        """Seconds of prefill and decode where rows take the places of those that have ended."""
         places = min(self.policy.block_size, len(prompt_lens))
         mean_len = ceil(sum(prompt_lens) / len(prompt_lens))
         weights = self.model.layers.weight_traffic(sum(self.weights, Offloaded()))
@@ -263,7 +259,7 @@ class _PlacedCost:
     def _pass_seconds(self, phase: int, rows: float, prompt_len: int) -> float:
         """Seconds of one pass with `rows` rows on average in a phase, given by its index."""
         count = max(1, round(rows))
-        batches = tuple(Batch(size, prompt_len) for size in batch_sizes(count, self.policy))
+        batches = batches_of(self.policy, [prompt_len] * count)
         one_pass = self.model.phases(batches)[phase]._replace(passes=1)
         return rows / count * self._phase(one_pass, batches, self._parts(batches)).seconds
 

@@ -95,12 +95,8 @@ class LayerCost:
         return seconds
 
     def _matmuls(self, layer: int, rows: Counter[int], streamed: Amount) -> Amount:
-        """Seconds of the matmuls of a layer.
-
-        Args:
-            rows: {rows of a matmul: how many such matmuls}.
-            streamed: fraction of the layer's weights that is not resident.
-        """
+        """Seconds of the matmuls of a layer. `rows`: {rows of a matmul: how many such matmuls}; `streamed`: fraction of
+        the layer's weights that is not resident."""
         resident = 0.0
         added = 0.0  # if all stream
         for count, times in rows.items():
@@ -130,12 +126,8 @@ class LayerCost:
         return seconds + elements * sum(1 / self.profile.decode_rate(form.bits) for form in shapes.kv_format)
 
     def head_seconds(self, rows: Sequence[int], streamed: Amount) -> Amount:
-        """Seconds from the last hidden states to tokens.
-
-        Args:
-            rows: sequences that go through the head together.
-            streamed: fraction of the head's weights that is not resident.
-        """
+        """Seconds from the last hidden states to tokens. `rows`: sequences that go through the head together;
+        `streamed`: fraction of the head's weights that is not resident."""
         parts = sum((_cut(count, HEAD_ROWS) for count in rows), Counter())
         return self._matmuls(HEAD, parts, streamed) + parts.total() * self._decoding(HEAD)
 

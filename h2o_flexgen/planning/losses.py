@@ -131,16 +131,11 @@ class Losses:
         return self.max_loss is None or (rise is not None and rise <= self.max_loss)
 
     def at(self, rule: str | None, ratio: float | None, compress_cache: str | None = None) -> float | None:
-        """The rise of the perplexity, interpolated linearly between the measured budgets and the full cache.
+        """The rise of the perplexity with slots for `ratio` of the longest prompt, half of them heavy, or with the full
+        cache (None). It is interpolated linearly between the measured budgets and the full cache.
 
-        Args:
-            ratio: slots as a fraction of the longest prompt, half of them heavy; None for the full cache.
-
-        Returns:
-            None if unknown: below the smallest measured budget, or for a full cache in a format that was not measured.
-
-        Raises:
-            UserError: the rule was not measured with half heavy, half recent slots.
+        Returns None if it is unknown: below the smallest measured budget, or for a full cache in a format that was not
+        measured. Raises UserError if the rule was not measured with half heavy, half recent slots.
         """
         in_format = [loss for loss in self.settings if loss.compress_cache == compress_cache]
         full = [loss.rise for loss in in_format if loss.is_full] if compress_cache else [0.0]

@@ -21,21 +21,21 @@ from h2o_flexgen.storage.staging import largest_layer
 #: for messages: what a tier is called, with and without CUDA, and what helps if it is too small
 _NAMES = {"gpu": "the gpu tier", "cpu": "the cpu tier", "disk": "the disk tier"}
 _RAM_NAMES = _NAMES | {"gpu": "RAM", "ram": "RAM"}
-_ADVICE = {
+GIVEN_POLICY_ADVICE = {
     "gpu": "lower the gpu percentages, `gpu_batch_size` or the KV budget",
     "cpu": "lower the cpu percentages, the batch sizes or the KV budget",
     "disk": "free disk space or name another `offload_dir`",
     "ram": "move weights or cache to disk (`percent`), or lower `gpu_batch_size` or the KV budget",
 }
-#: of the device's memory, the most that the beginnings which prompts share may take
-PATH_SHARE = 1 / 16
-#: the same where the search has lowered all these already
+#: the advice where the search has already lowered all of these
 SEARCHED_ADVICE = {
     "gpu": "raise `gpu_mem` if you gave it, or take shorter prompts or a smaller model",
     "cpu": "raise `mem` or `cpu_mem` if you gave it, or take shorter prompts or a smaller model",
     "disk": "raise `disk_mem` if you gave it, free disk space or name another `offload_dir`",
     "ram": "raise `mem` (or `gpu_mem`) if you gave it, end other programs, or take shorter prompts or a smaller model",
 }
+#: the most of the device's memory that a prefix shared by prompts may take
+PATH_SHARE = 1 / 16
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class MemoryPlan:
         tiers = ("ram", *TIERS) if self.shared else TIERS
         return {tier: n for tier in tiers if (n := self.needed(tier) - self.limits[tier]) > 0}
 
-    def check(self, message: str = "", advice: dict[str, str] = _ADVICE) -> None:
+    def check(self, message: str = "", advice: dict[str, str] = GIVEN_POLICY_ADVICE) -> None:
         """Raises PlanError, after a message, naming each tier that is too small, the bytes needed and available, and
         what to change, by `advice` for each tier."""
         tiers = self.missing()
@@ -232,7 +232,7 @@ def path_bytes(shapes: Shapes) -> int:
 
 
 def path_tokens(shapes: Shapes, resources: Resources) -> int:
-    """The most tokens of a prefix that prompts share, within its share of the device's memory."""
+    """The most tokens of a shared prefix that fit into its part of the device's memory."""
     return min(shapes.workload.path, int(PATH_SHARE * resources.limits["gpu"]) // path_bytes(shapes))
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from math import prod
 
 from h2o_flexgen.policy import TIERS, Policy
 
@@ -37,13 +36,13 @@ class Placement:
         policy: Policy,
         layers: list[dict[str, tuple[int, ...]]],
         batches: int,
-        nbytes: Callable[[str], int] | None = None,
+        nbytes: Callable[[str], int],
     ) -> Placement:
         """The placement of a model, and of `batches` batches.
 
         Args:
             layers: {name: shape} of everything that each layer needs, embedding first, head last.
-            nbytes: bytes in memory of a tensor, or anything in proportion to them; None: its elements.
+            nbytes: bytes in memory of a tensor.
         """
         weights = {name: "gpu" for layer in layers for name in layer}
         weights |= place_weights([_matrices(layer, nbytes) for layer in layers], policy.fractions("weights"))
@@ -78,9 +77,9 @@ class Diffusion:
         return found
 
 
-def _matrices(layer: dict[str, tuple[int, ...]], nbytes: Callable[[str], int] | None) -> dict[str, int]:
+def _matrices(layer: dict[str, tuple[int, ...]], nbytes: Callable[[str], int]) -> dict[str, int]:
     """{name: bytes} of a layer's matrices."""
-    return {name: nbytes(name) if nbytes else prod(shape) for name, shape in layer.items() if len(shape) > 1}
+    return {name: nbytes(name) for name, shape in layer.items() if len(shape) > 1}
 
 
 @lru_cache(maxsize=1024)

@@ -1,4 +1,4 @@
-"""The only chooser of a policy, both for jobs that run and for the command that only plans them."""
+"""Chooses the policy of every job, whether it runs or is only planned; nothing else does."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import product
 
-from h2o_flexgen.errors import PlanError, UserError
+from h2o_flexgen.errors import PlanError
 from h2o_flexgen.formats.forms import has_cache_format
 from h2o_flexgen.kv_cache import CacheRule, rule_for
 from h2o_flexgen.machine.profile import Profile
@@ -32,7 +32,7 @@ class CandidateJob:
     """A job under one KV budget and one format each for cache and weights.
 
     Attributes:
-        model: in these formats, its matrices as stored.
+        model: in these formats, with nothing decoded yet.
         compress_weight: as for `LLM`, but not "auto".
         policy: the user's; None leaves it to the planner.
     """
@@ -50,34 +50,30 @@ class CandidateJob:
         return rule_for(self.budget.kv_budget, self.workload.longest, self.workload.gen_len, self.model.spec)
 
     @cached_property
-    def forms(self) -> list[ModelData]:
+    def variants(self) -> list[ModelData]:
         """The model with its quantised matrices decoded while they are loaded, fastest first, then as stored."""
         return [*self.model.decodings(), self.model]
 
     @cached_property
     def without_search(self) -> tuple[ModelData, Policy] | None:
-        """The form and the policy where there is nothing to search: one is given, or everything can be resident."""
-        for form in self.forms:
-            policy = self.policy or self._resident(form)
-            if policy is not None and self._suits(form, policy):
-                return form, policy
+        """The variant and the policy if nothing is searched: a policy is given, or everything can be resident."""
+        for variant in self.variants:
+            policy = self.policy or self._resident(variant)
+            if policy is not None and self._suits(variant, policy):
+                return variant, policy
         return None
 
     def execution_plan(self, profile: Profile | None) -> ExecutionPlan:
-        """The fastest policy of this candidate; `profile` may be None if `without_search` is not.
-
-        Raises:
-            PlanError: nothing fits, or nothing is fast enough for `max_latency`.
-            UserError: the search cannot be run.
-        """
+        """The fastest policy of this candidate; `profile` may be None if `without_search` is not. Raises PlanError if
+        nothing fits, or nothing is fast enough for `max_latency`; UserError if the search cannot be run."""
         if self.without_search is not None:
-            form, policy = self.without_search
+            variant, policy = self.without_search
         else:
             shapes = self.model.shapes(self.rule, self.workload)
             policy = Search(profile, shapes, self.workload, self.resources, self.constraints).best().policy
-            form = next(form for form in self.forms if self._suits(form, policy))
-        shapes = form.shapes(self.rule, self.workload)
-        placement, memory = self._plan(form, policy)
+            variant = next(variant for variant in self.variants if self._suits(variant, policy))
+        shapes = variant.shapes(self.rule, self.workload)
+        placement, memory = self._plan(variant, policy)
         found = ExecutionPlan(
             workload=self.workload,
             policy=policy,
@@ -85,9 +81,9 @@ class CandidateJob:
             rule=self.rule,
             placement=placement,
             plan=memory,
-            compress_cache=form.compress_cache,
+            compress_cache=variant.compress_cache,
             compress_weight=self.compress_weight,
-            decoding=form.decoding,
+            decoding=variant.decoding,
             shared_tokens=path_tokens(shapes, self.resources),
         )
         return found if profile is None else self._predicted(found, CostModel(profile, shapes, self.workload.gen_len))
@@ -109,33 +105,33 @@ class CandidateJob:
             allowed=losses is None or losses.allows(loss),
         )
 
-    def _plan(self, form: ModelData, policy: Policy) -> tuple[Placement, MemoryPlan]:
+    def _plan(self, variant: ModelData, policy: Policy) -> tuple[Placement, MemoryPlan]:
         planned = self.constraints.planned(self.workload, policy)
-        return plan_policy(policy, form.shapes(self.rule, self.workload), planned, self.resources)
+        return plan_policy(policy, variant.shapes(self.rule, self.workload), planned, self.resources)
 
-    def _fits(self, form: ModelData, policy: Policy) -> bool:
-        return not self._plan(form, policy)[1].missing()
+    def _fits(self, variant: ModelData, policy: Policy) -> bool:
+        return not self._plan(variant, policy)[1].missing()
 
-    def _suits(self, form: ModelData, policy: Policy) -> bool:
-        """Whether a policy can run a form: a decoded one must be on the device whole, and must fit."""
-        if form is self.model:
+    def _suits(self, variant: ModelData, policy: Policy) -> bool:
+        """Whether a policy can run a variant: a decoded one must be on the device whole, and must fit."""
+        if variant is self.model:
             return True
-        return policy.fractions("weights")[0] == 1 and self._fits(form, policy)
+        return policy.fractions("weights")[0] == 1 and self._fits(variant, policy)
 
-    def _resident(self, form: ModelData) -> Policy | None:
+    def _resident(self, variant: ModelData) -> Policy | None:
         """Everything on the compute device, if it fits and a search could not gain by larger blocks."""
         given = self.constraints
         if not given.resident or given.max_latency is not None:
             return None
         prompts = len(self.workload.prompt_lens)
         sizes = [given.gpu_batch_size] if given.gpu_batch_size else [min(size, prompts) for size in RESIDENT_BATCHES]
-        if form.cuda and given.gpu_batch_size is None:  # larger blocks always pay on CUDA
+        if variant.cuda and given.gpu_batch_size is None:  # larger blocks always pay on CUDA
             sizes = [size for size in sizes if size == prompts]
         on_cpu = bool(given.cpu_cache_compute)
         resident = Policy(1, given.num_gpu_batches or 1, overlap=given.overlap, cpu_cache_compute=on_cpu)
         for tokens, size in product(given.micro_batches, dict.fromkeys(sizes)):
             policy = replace(resident, gpu_batch_size=size, prefill_tokens=tokens)
-            if self._fits(form, policy):
+            if self._fits(variant, policy):
                 return policy
         return None
 
@@ -144,7 +140,7 @@ class CandidateJob:
         predict = partial(cost.predict, plan.policy, plan.placement, prompt_lens)
         prediction = predict()
         mean_len = sum(prompt_lens) // len(prompt_lens)
-        least_free = cost.least_free(plan.policy, max(1, int(mean_len * cost.computed)), prediction)
+        least_free = cost.least_free(plan.policy, max(1, int(mean_len * cost.layers.computed)), prediction)
         return replace(plan, prediction=prediction, predict=predict, least_free=least_free)
 
 
@@ -258,29 +254,8 @@ class Planner:
         known = FORMATS if losses is None else losses.formats
         return [each for each in FORMATS if each in known and has_cache_format(each, self.model.spec.head_dim)]
 
-    def search(self, rule: CacheRule, workload: Workload, resources: Resources) -> Search:
-        """The search for a job on this machine, which is measured if it has not been."""
-        return Search(self.measured(), self.model.shapes(rule, workload), workload, resources, self.constraints)
-
-    def plan(
-        self, policy: Policy, rule: CacheRule, workload: Workload, resources: Resources
-    ) -> tuple[Placement, MemoryPlan]:
-        """The tier of everything under a policy and the bytes it needs, whether they are available or not."""
-        planned = self.constraints.planned(workload, policy)
-        return plan_policy(policy, self.model.shapes(rule, workload), planned, resources)
-
     def measured(self) -> Profile:
         """The machine's profile, measured at the first call unless it was given."""
         if self.profile is None:
             self.profile = self._measure()
         return self.profile
-
-
-def check_cpu_cap(caps: dict[str, int | None], shared: bool, searched: bool) -> None:
-    """Raises UserError for a cap without effect: a search never uses the cpu tier where gpu and cpu are the same RAM
-    (`shared`)."""
-    if searched and shared and caps["cpu"] is not None:
-        raise UserError(
-            "`cpu_mem` does nothing here: without CUDA use `mem`; the cpu tier is a second pool in RAM, for a "
-            "policy with cpu percentages (`percent`)"
-        )

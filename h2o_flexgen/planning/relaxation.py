@@ -1,10 +1,10 @@
 """The linear relaxation of a placement: bytes and seconds as linear functions of the fractions of weights, cache and
 activations on each tier.
 
-Every placement of whole tensors and KV blocks is a point of it and takes no fewer bytes or seconds there. So the fewest
-seconds of any point are a lower bound: `solve` finds them by linear programming (FlexGen, arXiv 2303.06865, section
-4.3), `lower_bound` estimates them from below at a fraction of the cost. A binary variable says whether the vocabulary
-head is on the device.
+Every placement of whole tensors and KV blocks is a point of it, where no more bytes and seconds are counted than it
+really takes. So the fewest seconds of any point are a lower bound: `solve` finds them by linear programming (FlexGen,
+arXiv 2303.06865, section 4.3), `lower_bound` estimates them from below at a fraction of the cost. A binary variable
+says whether the vocabulary head is on the device.
 """
 
 from __future__ import annotations
@@ -21,27 +21,25 @@ from h2o_flexgen.errors import UserError
 from h2o_flexgen.planning.constraints import Constraints
 from h2o_flexgen.planning.cost import CostModel, Part, batches_of
 from h2o_flexgen.planning.memory import Resources, decode_rows, shared_bytes
-from h2o_flexgen.planning.traffic import Flows, Offloaded
+from h2o_flexgen.planning.traffic import Amount, Flows, Offloaded
 from h2o_flexgen.planning.workload import Workload, batch_sizes
 from h2o_flexgen.planning.workspace import workspace_bytes
 from h2o_flexgen.policy import KINDS, TIERS, Policy
 from h2o_flexgen.storage.queues import double_buffers, kv_buffers
 from h2o_flexgen.storage.wal import wal_rows
 
-#: a number, an array over several placements, or an expression of a linear program
-Linear = float
 #: bytes to GiB: solvers dislike coefficients of very different magnitudes
 _GIB = 2.0**-30
-#: cost of a busy second that hides behind others: among equally fast placements the one that moves least wins
+#: weight in the objective of seconds in which a link is busy: decides between equally fast placements
 _TIE = 1e-3
 
 
 class Fractions(NamedTuple):
     """The fractions of one kind on each tier, which sum to 1."""
 
-    device: Linear
-    host: Linear
-    disk: Linear
+    device: Amount
+    host: Amount
+    disk: Amount
 
     def offloaded(self, total: float) -> Offloaded:
         return Offloaded(total * self.host, total * self.disk)
@@ -109,11 +107,12 @@ class Relaxation:
         lower = ("cpu", "disk") if shapes.cuda else ("disk",)  # without CUDA device and host are the same RAM
         self._moves = [(kind, tier) for kind in KINDS for tier in lower]
         ram = ("gpu", "cpu") if shapes.cuda else ("ram",)
+        #: tiers whose limits are added up: the device, all RAM, everything
         self._rooms = [("gpu",), ram, (*ram, "disk")]
         #: everything on the device, and after each of the moves alone
         self._placements = RelaxedPlacement(*(_alone(kind, self._moves) for kind in KINDS))
 
-    def memory(self, policy: Policy, x: RelaxedPlacement, holds_head: Linear) -> dict[str, Linear]:
+    def memory(self, policy: Policy, x: RelaxedPlacement, holds_head: Amount) -> dict[str, Amount]:
         """Bytes needed on each tier that has a limit, at most those of `plan_policy`; `holds_head`: 1 if the device
         holds the vocabulary head, else 0."""
         shapes = self.shapes
@@ -124,7 +123,7 @@ class Relaxation:
         kv_cache = caches * (kv.kv_bytes + kv.meta_bytes)
         kv_files = caches * (kv.slots + wal_rows(kv.segments)) * kv.row_bytes
         scores = caches * kv.meta_bytes  # stay in RAM when the rest is on disk
-        hidden = sequences * self.workload.longest * self.cost.hidden_bytes
+        hidden = sequences * self.workload.longest * self.cost.layers.hidden_bytes
         device = self._fixed_bytes(policy) + self._staging_bytes(policy, x, holds_head)
         device += x.weights.device * weights + x.cache.device * kv_cache + x.activations.device * hidden
         host = x.weights.host * weights + x.cache.host * kv_cache + x.cache.disk * scores + x.activations.host * hidden
@@ -136,7 +135,7 @@ class Relaxation:
         needed = {"gpu": device, "cpu": host, "disk": disk, "ram": device + host}
         return {tier: needed[tier] for tier in self.resources.limits}
 
-    def _staging_bytes(self, policy: Policy, x: RelaxedPlacement, holds_head: Linear) -> Linear:
+    def _staging_bytes(self, policy: Policy, x: RelaxedPlacement, holds_head: Amount) -> Amount:
         """For weights the size of an average layer, or of the head where it streams; for the cache, of a KV block."""
         shapes = self.shapes
         layer = self.cost.streamed_bytes / (shapes.spec.layers + 2)
@@ -150,7 +149,7 @@ class Relaxation:
         """What the device holds regardless of the placement."""
         batches = batch_sizes(self.num_prompts, policy)
         nbytes = workspace_bytes(policy, self.shapes, self.workload.longest, batches, self.workload.cached_len)
-        nbytes += decode_rows(batches, self.num_prompts, self.workload.longest) * self.cost.hidden_bytes
+        nbytes += decode_rows(batches, self.num_prompts, self.workload.longest) * self.cost.layers.hidden_bytes
         nbytes += self.resources.workspace + shared_bytes(self.shapes, self.resources)
         return nbytes if self.shapes.cuda else nbytes + self._process_bytes(policy)
 
@@ -197,15 +196,11 @@ class Relaxation:
         return block / min(policy.block_size, self.num_prompts) if block <= self.max_latency else inf
 
     def _prolonged(self, seconds: list[float], shortages: list[tuple[float, list[float]]]) -> float:
-        """A lower bound of one bottleneck.
-
-        Args:
-            seconds: of the bottleneck with everything on the device, then after each of `_moves`.
-            shortages: bytes that each room is short of, and the bytes that each move frees there.
-        """
+        """A lower bound of one bottleneck, from its seconds with everything on the device, then after each of `_moves`;
+        `shortages`: bytes that each room is short of, and the bytes that each move frees there."""
         resident, *moved = seconds
         changes = [after - resident for after in moved]
-        gained = dict.fromkeys(KINDS, 0.0)  # what shortens it is moved in any case
+        gained = dict.fromkeys(KINDS, 0.0)  # a kind whose move shortens it counts as moved anyway
         for (kind, _), change in zip(self._moves, changes):
             gained[kind] = min(gained[kind], change)
         lost = 0.0
@@ -217,8 +212,8 @@ class Relaxation:
             lost = max(lost, fewest_seconds(short, moves))
         return resident + sum(gained.values()) + lost
 
-    def _each(self, x: Linear) -> list[float]:
-        """Of each of `_placements`, on some of which `x` need not depend."""
+    def _each(self, x: Amount) -> list[float]:
+        """`x` for each of `_placements`, repeated if it does not depend on them."""
         return np.broadcast_to(x, 1 + len(self._moves)).tolist()
 
     def solve(self, policy: Policy, limits: dict[str, int], to_beat: float = inf) -> tuple[int, ...] | None:
@@ -237,10 +232,10 @@ class Relaxation:
         links = self.cost.profile.links
         phases = self.phases(policy, x)
         seconds = [pulp.LpVariable(f"seconds_{n}", 0) for n in range(len(phases))]
-        for longest, (_, flows) in zip(seconds, phases):
+        for slowest, (_, flows) in zip(seconds, phases):
             for bound in flows.bounds(links, policy.overlap):
-                lp += longest >= bound
-        block = pulp.lpSum(passes * longest for longest, (passes, _) in zip(seconds, phases))
+                lp += slowest >= bound
+        block = pulp.lpSum(passes * slowest for slowest, (passes, _) in zip(seconds, phases))
         busy = pulp.lpSum(passes * s for passes, flows in phases for s in flows.busy(links).values())
         lp += block + _TIE * busy
         most = min(to_beat * min(policy.block_size, self.num_prompts), self.max_latency)
@@ -256,7 +251,7 @@ class Relaxation:
 
 
 def _alone(kind: str, moves: list[tuple[str, str]]) -> Fractions:
-    """Of a kind, on the device, then after each of the moves alone."""
+    """The fractions of a kind: all on the device, then after each single move."""
     tiers = np.array(["gpu", *(tier if moved == kind else "gpu" for moved, tier in moves)])
     return Fractions(*((tiers == tier).astype(float) for tier in TIERS))
 

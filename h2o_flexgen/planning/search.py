@@ -60,12 +60,8 @@ class Search:
         self._seen: dict[Policy, Candidate] = {}
 
     def best(self) -> Candidate:
-        """The policy with the highest predicted throughput of the job.
-
-        Raises:
-            PlanError: nothing fits, with the tiers that are short and by how much, or nothing meets `max_latency`.
-            UserError: the solver cannot be run.
-        """
+        """The policy with the highest predicted throughput of the job. Raises PlanError if nothing fits, with the tiers
+        that are short and by how much, or nothing meets `max_latency`; UserError if the solver cannot be run."""
         unplaced = list(self.unplaced())
         bounds = sorted((self.relaxation.lower_bound(policy), n) for n, policy in enumerate(unplaced))
         best: Candidate | None = None

@@ -89,25 +89,14 @@ def micro_tokens(prefill_tokens: int, longest: int, batch: int) -> int:
     return max(longest, min(prefill_tokens, batch * longest))
 
 
-def matmul_groups(sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """Which batches go through the matmuls of a decode step together: (begin, end) of each group, of one batch or of at
-    most GROUP_ROWS sequences. A larger group saves less compute than it costs: fewer KV blocks are staged beside it.
-
-    Args:
-        sizes: sequences of each batch.
-    """
-    groups = []
-    rows = 0
-    for n, size in enumerate(sizes):
-        if groups and rows + size <= GROUP_ROWS:
-            groups[-1] = groups[-1][0], n + 1
-            rows += size
-        else:
-            groups.append((n, n + 1))
-            rows = size
-    return groups
-
-
 def matmul_rows(sizes: Sequence[int]) -> list[int]:
-    """Sequences of each group."""
-    return [sum(sizes[begin:end]) for begin, end in matmul_groups(sizes)]
+    """Rows of each group of batches whose decode steps share matmuls: of one batch, or of several with at most
+    GROUP_ROWS rows together. A larger group saves less compute than it costs: fewer KV blocks are staged beside it.
+    `sizes`: sequences of each batch."""
+    groups: list[int] = []
+    for size in sizes:
+        if groups and groups[-1] + size <= GROUP_ROWS:
+            groups[-1] += size
+        else:
+            groups.append(size)
+    return groups

@@ -45,38 +45,27 @@ SEQUENCES = 16
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is measured. The defaults are for a CPU; tests measure less.
+    """How much is measured. The defaults are for a CPU; tests measure less."""
 
-    Attributes:
-        shapes: (out, in) of the matrices: small and large, tall and wide as in an MLP, and a vocabulary head. All but
-            the first are left out where they would take more than a quarter of the free memory.
-        rows: of the matmuls with each matrix; with a head, no more than the engine puts through it at once.
-        weight_bytes: of the matrices of a shape, which take turns, so that each is read from memory and not from a
-            cache.
-        prompt: tokens of a prompt in attention; short: of one so short that the constant cost of a head shows.
-        sequences: prompts in attention; attention over a cache has SEQUENCES times more.
-        cold_bytes: written between two calls, so that the second finds nothing in the caches.
-        transfer_bytes: of a large transfer; file_bytes: of the file that large transfers write and read.
-        read_seconds: how long large reads and copies are repeated, and compute alone: the compute that a byte costs
-            differs sevenfold between samples of a tenth of a second.
-        small_bytes: of a small transfer by link: a KV block that is read, a row that is written.
-        call_seconds: how long a call is repeated.
-        passes: over everything; medians count, since other users of a machine come and go.
-    """
-
+    #: (out, in) of the matrices: small and large, tall and wide as in an MLP, and a vocabulary head. All but the first
+    #: are left out where they would take more than a quarter of the free memory
     shapes: tuple[Shape, ...] = ((768, 768), (2048, 2048), (8192, 2048), (2048, 8192), (50272, 768))
+    #: of the matmuls with each matrix; with a head, no more than the engine puts through it at once
     rows: tuple[int, ...] = (1, 4, 16, 32, 64, 128, 256, 1024)
-    weight_bytes: int = 1 << 27
-    prompt: int = 512
-    short: int = 32
-    sequences: int = 1
-    cold_bytes: int = 1 << 25
-    transfer_bytes: int = 1 << 26
-    file_bytes: int = 1 << 28
+    weight_bytes: int = 1 << 27  # of the matrices of a shape, which take turns: each is read from memory, not a cache
+    prompt: int = 512  # tokens of a prompt in attention
+    short: int = 32  # of one so short that the constant cost of a head shows
+    sequences: int = 1  # prompts in attention; attention over a cache has SEQUENCES times more
+    cold_bytes: int = 1 << 25  # written between two calls, so that the second finds nothing in the caches
+    transfer_bytes: int = 1 << 26  # of a large transfer
+    file_bytes: int = 1 << 28  # of the file that large transfers write and read
+    #: how long large reads and copies are repeated, and compute alone: the compute that a byte costs differs sevenfold
+    #: between samples of a tenth of a second
     read_seconds: float = 0.5
+    #: of a small transfer by link: a KV block that is read, a row that is written
     small_bytes: dict[str, int] = field(default_factory=lambda: {"disk_to_cpu": 1 << 22, "cpu_to_disk": 1 << 18})
-    call_seconds: float = 0.1
-    passes: int = 3
+    call_seconds: float = 0.1  # how long a call is repeated
+    passes: int = 3  # over everything; medians count, since other users of a machine come and go
 
 
 #: smaller matrices would measure how fast the host launches kernels
@@ -164,7 +153,7 @@ def decode_rate(device: Device, dtype: torch.dtype, form: Format, scale: Scale, 
         out = Int8().view(device.buffer(Int8().nbytes(shape)), shape)
     else:
         out = torch.empty(shape, dtype=dtype, device=device.torch_device)
-    return prod(shape) / call_seconds(device, lambda: next(turn).into(out), scale)
+    return prod(shape) / call_seconds(device, lambda: next(turn).decode_into(out), scale)
 
 
 def shapes_with_room(device: Device, dtype: torch.dtype, scale: Scale) -> list[Shape]:

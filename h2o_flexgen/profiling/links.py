@@ -26,16 +26,11 @@ COMPUTE_ROWS = 32
 
 
 class Times(NamedTuple):
-    """Seconds per byte of large transfers, or per small transfer.
+    """Seconds per byte of large transfers, or per small transfer."""
 
-    Attributes:
-        idle, busy: while nothing else runs, and beside compute.
-        lost: of the compute beside it.
-    """
-
-    idle: float
-    busy: float
-    lost: float
+    idle: float  # while nothing else runs
+    busy: float  # beside compute
+    lost: float  # of the compute beside it
 
 
 def measure_links(device: Device, dtype: torch.dtype, offload_root: Path, scale: Scale) -> dict[str, Link]:

@@ -37,14 +37,8 @@ def job_dtype(
     device: Device, name: str, stored: str | None = None, profile: Profile | None = None, compute: str = "exact"
 ) -> torch.dtype:
     """The dtype that a job computes in, from `Device.dtype` with the kernel rates of this machine, or of a given
-    profile. In fp32 only matmuls in int8 have a choice of kernels.
-
-    Args:
-        name: the dtype asked for; stored: the type of the checkpoint, if known.
-
-    Raises:
-        UserError: the dtype is unknown, or the profile was measured with another one.
-    """
+    profile. In fp32 only matmuls in int8 have a choice of kernels. `name`: the dtype asked for; `stored`: the type of
+    the checkpoint, if known. Raises UserError if the dtype is unknown, or the profile was measured with another one."""
     if profile is not None and profile.kernels is not None:
         linear.use(profile.kernels)
     elif not device.is_cuda and (compute == "int8" or name not in ("float32", "fp32")) and not linear.are_known():
@@ -110,11 +104,8 @@ def _profile_file(device: Device, dtype: torch.dtype, offload_root: Path) -> Pat
 def measure(
     device: Device, dtype: torch.dtype, offload_root: Path, progress: bool = True, scale: Scale | None = None
 ) -> Profile:
-    """Measure everything that a Profile holds.
-
-    Raises:
-        UserError: the offload folder is not writable, or lacks 0.3 GB of space; the GPU has too little memory.
-    """
+    """Measure everything that a Profile holds. Raises UserError if the offload folder is not writable or lacks 0.3 GB,
+    or the GPU has too little memory."""
     scale = scale or (CUDA if device.is_cuda else Scale())
     if device.is_cuda and not device.workspace_bytes:
         device.start(None)
@@ -172,12 +163,8 @@ def this_machine(
     compute: str = "exact",
     quantised: bool = False,
 ) -> Profile:
-    """The profile of this machine, measured now if none is kept, with the memory that is free now.
-
-    Args:
-        dtype, compute: as for `LLM`.
-        declared: the type of the weights; some may be `quantised`.
-    """
+    """The profile of this machine, measured now if none is kept, with the memory that is free now. `dtype`, `compute`:
+    as for `LLM`; `declared`: the type of the weights; `quantised`: some of them are in 8 or 4 bits."""
     from transformers import AutoTokenizer  # noqa: F401  part of a job's baseline memory
 
     device = open_device(device_name)

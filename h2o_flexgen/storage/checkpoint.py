@@ -73,14 +73,8 @@ class Checkpoint:
             self.tensors[name] = Stored(files[file], offset, shape, form)
 
     def compress(self, formats: dict[str, Format], disk_mem: int | None, progress: bool) -> None:
-        """Read these tensors in these formats from now on, from a copy in the cache folder that is made once.
-
-        Args:
-            disk_mem: the most bytes that the copy, which the plan of a job counts, may take.
-
-        Raises:
-            UserError: NaN or infinite elements, or no room.
-        """
+        """Read these tensors in these formats from now on, from a copy in the cache folder that is made once and takes
+        at most `disk_mem` bytes. Raises UserError for NaN or infinite elements, or lack of space."""
         shapes = {name: self.find(name).shape for name in formats}
         sizes = {name: form.nbytes(shapes[name]) for name, form in formats.items()}
         total = sum(sizes.values())
@@ -91,7 +85,8 @@ class Checkpoint:
         def tensors() -> Iterator[tuple[str, Tensor]]:
             for name, form in formats.items():
                 buffer = torch.empty(sizes[name], dtype=torch.uint8)
-                form.encode_parts(shapes[name], _decoded_parts(self.find(name), io), buffer)
+                parts = ((begin, rows.to(torch.float32)) for begin, rows in rows_of(self.find(name), io))
+                form.encode_parts(shapes[name], parts, buffer)
                 if not form.view(buffer, shapes[name]).is_finite():
                     raise UserError(
                         f"the weights {name!r} contain NaN or infinite values, or values too large for {form.name}: is "
@@ -190,17 +185,6 @@ def tensors_of(path: Path) -> dict[str, Stored]:
 
 def _without(layer: Layer, names: Container[str]) -> Layer:
     return Layer({name: (name, shape) for name, shape in layer.shapes.items() if name not in names})
-
-
-def _decoded_parts(stored: Stored, io: DiskIO) -> Iterator[tuple[int, Tensor]]:
-    """Like `rows_of`, in fp32."""
-    for begin, rows in rows_of(stored, io):
-        if isinstance(rows, Quantised):
-            out = torch.empty(rows.shape)
-            rows.decode(out)
-            yield begin, out
-        else:
-            yield begin, rows.float()
 
 
 def _weight_files(path: Path) -> list[Path]:

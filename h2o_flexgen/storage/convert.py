@@ -27,15 +27,8 @@ CONVERTED_BYTES = 1 << 27
 
 
 def gguf_to_safetensors(file: Path, layers: Sequence[Layer], dtype: torch.dtype, progress: bool) -> list[Path]:
-    """Safetensors copies of a GGUF file's tensors, made once and kept in the cache folder.
-
-    Args:
-        layers: the tensors to copy.
-        dtype: of the copies of quantised tensors.
-
-    Raises:
-        UserError: as `GGUFFile`, or no space.
-    """
+    """Safetensors copies of the tensors of `layers` in a GGUF file, quantised ones in `dtype`; made once and kept in
+    the cache folder. Raises UserError as `GGUFFile`, or for lack of space."""
     shapes = {name: shape for layer in layers for name, shape in layer.shapes.items()}
     needed = sum(map(prod, shapes.values())) * dtype.itemsize
     kind = f"weights in {dtype_name(dtype)}: {shapes}"  # another config needs other tensors

@@ -21,15 +21,10 @@ COPY = " (copy)"
 
 
 class Decoding(NamedTuple):
-    """A model whose quantised matrices are all decoded when they are loaded.
-
-    Attributes:
-        layers: its tensors.
-        formats: of these matrices, once decoded.
-    """
+    """A model whose quantised matrices are all decoded when they are loaded."""
 
     layers: list[Layer]
-    formats: dict[str, Format]
+    formats: dict[str, Format]  # of these matrices, once decoded
 
     @classmethod
     def of(
@@ -82,4 +77,4 @@ class Decoded:
             raw = torch.empty(stored.nbytes, dtype=torch.uint8, device=out.device)
             whole = stored.format.view(raw, tuple(out.shape))
             self._source.read(name, whole, io)
-            whole.into(out)
+            whole.decode_into(out)

@@ -30,11 +30,8 @@ POOL = 1 << 22
 
 class DummyCheckpoint:
     """Random weights with the methods of `Checkpoint`, "stored" in 16 bits like published ones, or compressed. Matrices
-    are normally distributed, norms 1, biases 0.
-
-    A tensor's elements depend on its name alone, not on its tier: a pool of random elements, rotated by a hash of the
-    name. `layers`: the tensors of the model; `dtype`: of the computation.
-    """
+    are normally distributed, norms 1, biases 0. A tensor's elements depend on its name alone, not on its tier: a pool
+    of random elements, rotated by a hash of the name. `dtype`: of the computation."""
 
     copy_bytes = 0
 
@@ -62,7 +59,8 @@ class DummyCheckpoint:
         with bar(desc="writing random weights", total=end, unit="B", show=progress) as shown:
             for name, tensor in stored.items():
                 at = tensor.offset
-                for part in self._stored_parts(name):
+                parts = self._parts(name) if tensor.format.is_dense else [(0, self._encoded(name))]
+                for _, part in parts:
                     interrupts.check()
                     wait(io.write(file, as_numpy(part), at))
                     at += part.nbytes
@@ -92,12 +90,6 @@ class DummyCheckpoint:
     def _random(self, name: str, count: int) -> Tensor:
         start = zlib.crc32(name.encode()) % POOL
         return self._pool[start : start + count]
-
-    def _stored_parts(self, name: str) -> Iterator[Tensor]:
-        """The bytes of a matrix, part by part."""
-        if isinstance(self.formats[name], Dense):
-            return (part for _, part in self._parts(name))
-        return iter((self._encoded(name),))
 
     def _encoded(self, name: str) -> Tensor:
         """The bytes of a compressed matrix, whose rows repeat once the pool is used up."""

@@ -31,17 +31,11 @@ Key = tuple[int, int]
 
 
 class Occupied(NamedTuple):
-    """The places of a KV block after a step.
+    """The places of a KV block after a step."""
 
-    Attributes:
-        cached_len: slots in use, of the longest text.
-        places: those that a sequence took in this step.
-        count: places in use, which are the first ones.
-    """
-
-    cached_len: int
-    places: list[int]
-    count: int
+    cached_len: int  # slots in use, of the longest text
+    places: list[int]  # those that a sequence took in this step
+    count: int  # places in use, which are the first ones
 
 
 class KVBytes(NamedTuple):

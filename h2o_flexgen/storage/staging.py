@@ -57,28 +57,19 @@ def largest_layer(layers: Iterable[list[StagingBytes]]) -> StagingBytes:
 
 @dataclass
 class StagedTensor:
-    """A weight of one layer.
+    """A weight of one layer, resident or streamed."""
 
-    Attributes:
-        source: where it is: on the device, in RAM, or on disk.
-        kept: its format in RAM and on a GPU.
-        read: the format that its matmul reads.
-        in_int8: its matmul computes in int8; in_blocks: with codes in blocks as stored.
-        size: its bytes in the buffers; begin: where it begins in them.
-        tensor: the weight on the device; a streamed one is in the staging buffer from `stage` on.
-    """
-
-    source: Tensor | Quantised | Int8Weight | Stored
+    source: Tensor | Quantised | Int8Weight | Stored  # on the device, in RAM, or on disk
     shape: Shape
-    kept: Format
-    read: Format
-    in_int8: bool
-    in_blocks: bool
-    size: StagingBytes
-    begin: StagingBytes = StagingBytes()
+    kept: Format  # in RAM and on a GPU
+    read: Format  # what its matmul reads
+    in_int8: bool  # its matmul computes in int8
+    in_blocks: bool  # with codes in blocks as stored
+    size: StagingBytes  # in the buffers
+    begin: StagingBytes = StagingBytes()  # where it begins in them
 
     def __post_init__(self):
-        self.tensor = self.source
+        self.tensor = self.source  # on the device; a streamed one is in the staging buffer from `stage` on
 
     def stage(self, buffer: Tensor, host: Tensor) -> HostCopy | PagedRead:
         """Take its part of a staging buffer; returns the transfer that fills it. On CUDA disk reads land in `host`."""
@@ -99,7 +90,7 @@ class StagedTensor:
         if self.size.converted:
             tensor = self.read.view(buffer[self.begin.converted :], self.shape)
             if isinstance(self.tensor, Quantised):
-                self.tensor.into(tensor)
+                self.tensor.decode_into(tensor)
             else:
                 convert(tensor, self.tensor)
         if not self.in_int8 or isinstance(tensor, Int8Weight):

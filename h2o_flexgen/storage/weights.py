@@ -5,12 +5,12 @@ layer by layer, through one of two staging buffers:
     cpu   in RAM: copied into the staging buffer, from pinned memory on CUDA
     disk  read into the staging buffer, on CUDA through a host buffer
 
-A checkpoint in another dtype is converted by the copy to CUDA. On the CPU compute converts a layer right before using
-it, with all cores: a thread that converts beside compute costs it more time than that takes. Quantised matrices stay as
-stored on every tier, unless all are decoded when they are loaded (`decoded.py`). Compute decodes a layer once for all
-batches, on either device. The head, which may be as large as many layers, is decoded by its matmul, a slice at a time.
-For matmuls in int8 (`compute`), codes of another format become 8-bit codes, by layers and slices likewise; `Int8`, and
-with `in_blocks` blocks of 4 bits, are used as stored.
+A checkpoint in another dtype is converted by the copy to CUDA. On a CPU each layer is converted just before it is
+used, by all cores: a converting thread beside compute would slow it by more than the conversion takes. Quantised
+matrices stay as stored on every tier, unless all are decoded when they are loaded (`decoded.py`). Compute decodes a
+layer once for all batches, on either device; the head, which may be as large as many layers, is decoded by its matmul,
+a slice at a time. For int8 matmuls (`compute`) other quantised matrices become 8-bit codes in the same way; `Int8`, and
+with `in_blocks` 4-bit blocks, are read as stored.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class WeightStore:
         tiers: tier of every tensor by its name in the checkpoint.
         source: the checkpoint, or random weights.
         progress: show a bar while loading.
-        compute: "exact", or "int8" to multiply quantised matrices in int8; in_blocks: 4 bits as they are stored.
+        compute: "exact", or "int8" to multiply quantised matrices in int8; in_blocks: 4 bits as stored.
 
     Raises:
         UserError: NaN or infinite elements in a tensor that is not on disk; a tensor that cannot be read; no memory.
@@ -216,11 +216,7 @@ class WeightStore:
         rows = self._take(name, unique)
         if not on_device:
             self.transport.count("cpu_to_gpu", rows.nbytes)
-        if isinstance(rows, Quantised):
-            out = torch.empty(rows.shape, dtype=self.dtype, device=rows.device)
-            rows.decode(out)
-            rows = out
-        return F.embedding(inverse.to(device), rows.to(device=device, dtype=self.dtype))
+        return F.embedding(inverse.to(device), rows.to(self.dtype).to(device))
 
     def _take(self, name: str, ids: Tensor) -> Tensor | Quantised:
         """Rows `ids` (n,) of a matrix, on its tier or from disk."""

@@ -343,7 +343,7 @@ def test_prompts_after_a_shared_prefix_keep_what_they_keep_alone(name, rolling, 
         new = torch.tensor([cut])
         rows = Rows(length, new, length + new + voters)
         _, text = rule.read(*(x[:, :, begin : begin + cut] for x in first), rows, path, form)
-        path = text.since(begin).behind(path)
+        path = text.tail(begin).appended_to(path)
         begin += cut
     lengths = torch.tensor(ends)
     shares, alone = (make_cache(rule, B, KV, shared + T, D, 2, kind=kind) for _ in range(2))

@@ -6,7 +6,7 @@ import json
 
 import pytest
 from command_tools import FP32, TINY, tiny_state, write_model, write_prompts
-from machines import ROOT, laptop
+from machines import ROOT, laptop, plan_of
 
 from h2o_flexgen import LLM, KVBudget, SamplingParams
 from h2o_flexgen.errors import UserError
@@ -41,7 +41,7 @@ def test_auto_with_little_memory_gives_the_same_tokens(hardware, tmp_path, monke
     monkeypatch.setattr(memory, "resident", lambda: held)  # the cap is near what is needed
     options = dict(device="cpu", dtype="float32", hardware=hardware, progress=False)
     with LLM(str(folder), **options) as llm:
-        _, plan = llm.planner.plan(Policy(12), FullCache(), Workload((5,) * 12, 8), llm.resources())
+        _, plan = plan_of(llm.planner, Policy(12), FullCache(), Workload((5,) * 12, 8), llm.resources())
     with LLM(str(folder), gpu_mem=plan.needed("gpu") - 200_000, **options) as llm:
         outputs = llm.generate(prompts, params)
         assert [o.outputs[0].token_ids for o in outputs] == expected

@@ -8,7 +8,7 @@ from math import prod
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from machines import percents
+from machines import percents, plan_of
 
 from h2o_flexgen import LLM, Policy
 from h2o_flexgen.engine.batch import PromptPiece, Sequence
@@ -16,7 +16,7 @@ from h2o_flexgen.engine.scheduler import micro_batch
 from h2o_flexgen.errors import PlanError
 from h2o_flexgen.kv_cache import FullCache, HeavyHitterCache, SnapKVCache, ValueNormCache
 from h2o_flexgen.planning.memory import Resources
-from h2o_flexgen.planning.workload import GROUP_ROWS, Workload, batch_sizes, matmul_groups, matmul_rows, micro_tokens
+from h2o_flexgen.planning.workload import GROUP_ROWS, Workload, batch_sizes, matmul_rows, micro_tokens
 from h2o_flexgen.planning.workspace import chunk_bytes, prefill_workspace
 from h2o_flexgen.policy import TIERS
 from h2o_flexgen.storage.activations import WRITE_BACKS
@@ -35,7 +35,7 @@ def sizes():
 
 
 def needs(llm, policy, workload, rule):
-    _, plan = llm.planner.plan(policy, rule, workload, NO_LIMITS)
+    _, plan = plan_of(llm.planner, policy, rule, workload, NO_LIMITS)
     return {tier: plan.needed(tier) for tier in TIERS}
 
 
@@ -98,7 +98,7 @@ def test_more_on_a_lower_tier_never_needs_more_on_the_device(sizes, name, rule, 
         percent = [100, 0, 100, 0, 100, 0]
         percent[2 * what : 2 * what + 2] = [gpu, (100 - gpu) * to]
         policy = Policy(8, 8, tuple(percent), overlap)
-        placement, plan = llm.planner.plan(policy, rule, workload, NO_LIMITS)
+        placement, plan = plan_of(llm.planner, policy, rule, workload, NO_LIMITS)
         away = any(tier != "gpu" for tier in placement.activations)
         found.append((plan.needed("gpu"), placement.weights["model.decoder.embed_tokens.weight"], away))
     for (before, tier, away), (after, next_tier, next_away) in zip(found, found[1:]):
@@ -150,7 +150,7 @@ def test_weights_are_counted_on_their_tier(sizes, rule):
     parameters = sum(map(prod, shapes.values()))
     assert 1.30e9 < parameters < 1.33e9
     for tier, percent in zip(TIERS, [(100, 0), (0, 100), (0, 0)]):
-        _, plan = llm.planner.plan(Policy(8, 1, (*percent, 100, 0, 100, 0)), rule, workload, NO_LIMITS)
+        _, plan = plan_of(llm.planner, Policy(8, 1, (*percent, 100, 0, 100, 0)), rule, workload, NO_LIMITS)
         weights = sum(nbytes for each, label, nbytes in plan.items if each == tier and "weights" in label)
         size = 2 if tier == "disk" else 4  # in fp32, of random weights that are stored in 16 bits
         assert 0.99 * size * parameters < weights <= size * parameters
@@ -197,13 +197,14 @@ def test_a_job_that_does_not_fit_is_refused_before_anything_is_allocated(tiny, t
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=40))
 def test_batches_share_matmuls_up_to_a_limit_of_rows(sizes):
     """Every batch is in one group, in order; groups are as large as the limit allows."""
-    groups = matmul_groups(sizes)
-    assert [n for begin, end in groups for n in range(begin, end)] == list(range(len(sizes)))
-    rows = matmul_rows(sizes)
-    assert sum(rows) == sum(sizes)
-    for (begin, end), together in zip(groups, rows):
-        assert end == begin + 1 or together <= GROUP_ROWS
-        assert end == len(sizes) or together + sizes[end] > GROUP_ROWS
+    left = list(sizes)
+    for together in matmul_rows(sizes):
+        group = [left.pop(0)]
+        while sum(group) < together:
+            group.append(left.pop(0))
+        assert sum(group) == together and (len(group) == 1 or together <= GROUP_ROWS)
+        assert not left or together + left[0] > GROUP_ROWS
+    assert not left
 
 
 def test_prefill_in_chunks_is_planned_where_a_gpu_may_lack_fused_attention(sizes):

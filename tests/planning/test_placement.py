@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from math import prod
 
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -121,7 +122,8 @@ def test_everything_has_a_tier(weights, cache, activations, batches, layers, pro
     sizes |= dict(max_position_embeddings=32, word_embed_proj_dim=8 if projected else 16, tie_word_embeddings=tied)
     shapes = [layer.shapes for layer in tensors(spec_of({"model_type": "opt", **sizes}))]
     percent = tuple(round(100 * f) for part in (weights, cache, activations) for f in part[:2])
-    placement = Placement.of(Policy(percent=percent), shapes, batches)
+    all_shapes = {name: shape for layer in shapes for name, shape in layer.items()}
+    placement = Placement.of(Policy(percent=percent), shapes, batches, lambda name: prod(all_shapes[name]))
     assert set(placement.weights) == {name for layer in shapes for name in layer}
     assert set(placement.cache) == {(layer, k) for layer in range(layers) for k in range(batches)}
     assert len(placement.activations) == batches

@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from machines import T4, laptop, planner_of
+from machines import T4, laptop, plan_of, planner_of
 
+from h2o_flexgen.engine_args import EngineArgs
 from h2o_flexgen.errors import PlanError, UserError
 from h2o_flexgen.kv_cache import FullCache
 from h2o_flexgen.planning.budget import largest_free
 from h2o_flexgen.planning.memory import Resources, decode_rows
-from h2o_flexgen.planning.planner import Planner, check_cpu_cap, choose
+from h2o_flexgen.planning.planner import Planner, choose
+from h2o_flexgen.planning.search import Search
 from h2o_flexgen.planning.workload import Workload
 from h2o_flexgen.policy import GIB, TIERS, KVBudget, Policy
 
@@ -41,7 +43,7 @@ def test_a_job_that_fits_is_resident_and_nothing_is_measured():
 def test_a_job_that_fits_with_small_micro_batches_is_resident_too():
     planner, measured = unmeasured()
     small = Policy(40, 1, RESIDENT, prefill_tokens=512)
-    needed = planner.plan(small, FullCache(), JOB, resources())[1].needed("gpu")
+    needed = plan_of(planner, small, FullCache(), JOB, resources())[1].needed("gpu")
     assert planner.choose(JOB, resources(gpu=(needed + 1000) / GIB)).policy == small and not measured
 
 
@@ -49,7 +51,7 @@ def test_half_as_many_rows_are_resident_where_all_do_not_fit():
     many = replace(JOB, prompt_lens=(128,) * 400)
     planner, measured = unmeasured()
     assert planner.choose(many, resources()).policy == Policy(128, 1, RESIDENT)
-    needed = planner.plan(Policy(64, 1, RESIDENT), FullCache(), many, resources())[1].needed("gpu")
+    needed = plan_of(planner, Policy(64, 1, RESIDENT), FullCache(), many, resources())[1].needed("gpu")
     assert planner.choose(many, resources(gpu=(needed + 1000) / GIB)).policy == Policy(64, 1, RESIDENT) and not measured
 
 
@@ -60,7 +62,9 @@ def test_a_job_that_does_not_fit_or_may_be_faster_is_searched_and_measured_once(
         choice = planner.choose(JOB, resources(**limits))
     assert measured == [1]
     choice.plan.check()
-    found = planner.search(choice.rule, JOB, resources(**limits)).best()
+    found = Search(
+        laptop(), planner.model.shapes(choice.rule, JOB), JOB, resources(**limits), planner.constraints
+    ).best()
     assert choice.policy == found.policy
     assert choice.prediction == found.prediction and choice.plan == found.plan
 
@@ -110,7 +114,7 @@ def test_candidates_that_do_not_fit_are_skipped():
 def test_a_single_block_counts_the_prompts_it_holds():
     policy = Policy(8, 2, RESIDENT)
     block, job = (
-        planner_of(laptop(), MODEL, one_block=one).plan(policy, FullCache(), JOB, resources())[1]
+        plan_of(planner_of(laptop(), MODEL, one_block=one), policy, FullCache(), JOB, resources())[1]
         for one in (True, False)
     )
     outputs = JOB.output_bytes - Workload((128,) * 16, 16).output_bytes
@@ -120,8 +124,7 @@ def test_a_single_block_counts_the_prompts_it_holds():
 
 
 def test_a_cap_that_nothing_would_use_is_refused():
-    caps = {"gpu": None, "cpu": GIB, "disk": None}
     with pytest.raises(UserError, match="`cpu_mem` does nothing here"):
-        check_cpu_cap(caps, shared=True, searched=True)
-    check_cpu_cap(caps, shared=False, searched=True)
-    check_cpu_cap(caps, shared=True, searched=False)
+        EngineArgs(cpu_mem=GIB).check_caps(cuda=False)
+    EngineArgs(cpu_mem=GIB).check_caps(cuda=True)
+    EngineArgs(policy=Policy(), cpu_mem=GIB).check_caps(cuda=False)
