@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import cycle
 
 import pytest
 import torch
@@ -58,7 +59,7 @@ def compressed(kind: str) -> str:
     return "int4" if kind == "blocks" else kind
 
 
-@pytest.mark.parametrize("name, kind", [*zip(zoo.FIRST.values(), 2 * KINDS)], indirect=["kind"])
+@pytest.mark.parametrize("name, kind", [*zip(zoo.FIRST.values(), cycle(KINDS))], indirect=["kind"])
 def test_every_family_gives_the_scores_of_the_oracle(models, name, kind):  # noqa: F811
     tiny, rounded = models(name, kind)
     texts, expected = close_call_free(tiny, rounded.hf, kind)
