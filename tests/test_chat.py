@@ -79,14 +79,6 @@ def test_conversations_have_parameters_and_keys_of_their_own(llm):
         llm.chat(ASK, params)
 
 
-def test_one_conversation_alone(llm):
-    announced = []
-    answers = llm.chat(ASK, GREEDY, on_output=announced.append)
-    assert announced == answers and answers[0].prompt == ASK
-    (again,) = llm.chat([ASK], GREEDY)
-    assert answers[0].outputs == again.outputs
-
-
 def test_prompts_of_all_kinds_in_one_job(llm):
     prompts = ["a list", by_hand(llm, ASK), ASK]
     outputs = llm.generate(prompts, GREEDY)

@@ -15,7 +15,7 @@ from h2o_flexgen.formats import GGUF, Blocks, Dense, Int4, Int8
 from h2o_flexgen.formats import matrix as matrix_module
 from h2o_flexgen.formats.forms import compressed
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 SHAPE = (24, 192)
 
 

@@ -52,33 +52,21 @@ def test_tokens_are_those_of_transformers_and_of_the_oracle(tiny, run, name):
 # wherever the bytes are
 
 POLICIES = {
-    "all_gpu": dict(percent=(100, 0, 100, 0, 100, 0), gpu_batch_size=7),
     "all_gpu_one_by_one": dict(percent=(100, 0, 100, 0, 100, 0), gpu_batch_size=1, num_gpu_batches=2),
     "all_cpu": dict(percent=(0, 100, 0, 100, 0, 100), gpu_batch_size=3, num_gpu_batches=2),
     "all_cpu_attention_on_cpu": dict(
         percent=(0, 100, 0, 100, 0, 100), gpu_batch_size=3, num_gpu_batches=2, cpu_cache_compute=True
     ),
-    "all_disk": dict(percent=(0, 0, 0, 0, 0, 0), gpu_batch_size=3, num_gpu_batches=2),
-    "all_disk_one_batch": dict(percent=(0, 0, 0, 0, 0, 0), gpu_batch_size=7),
     "all_disk_micro": dict(percent=(0, 0, 0, 0, 0, 0), gpu_batch_size=5, num_gpu_batches=2, prefill_tokens=10),
-    "thirds": dict(percent=(33, 33, 33, 33, 33, 33), gpu_batch_size=2, num_gpu_batches=3),
     "thirds_attention_on_cpu": dict(
         percent=(33, 33, 33, 33, 33, 33), gpu_batch_size=2, num_gpu_batches=4, cpu_cache_compute=True
     ),
     "thirds_micro": dict(percent=(33, 33, 33, 33, 33, 33), gpu_batch_size=4, num_gpu_batches=2, prefill_tokens=25),
-    "weights_gpu_disk": dict(percent=(50, 0, 100, 0, 100, 0), gpu_batch_size=4),
     "weights_cpu_disk": dict(percent=(0, 50, 100, 0, 100, 0), gpu_batch_size=4, num_gpu_batches=2),
-    "weights_disk": dict(percent=(0, 0, 100, 0, 100, 0), gpu_batch_size=2, num_gpu_batches=2),
-    "cache_gpu_cpu": dict(percent=(100, 0, 50, 50, 100, 0), gpu_batch_size=2, num_gpu_batches=4),
     "cache_gpu_disk": dict(percent=(100, 0, 50, 0, 100, 0), gpu_batch_size=2, num_gpu_batches=4),
-    "cache_cpu_disk": dict(percent=(100, 0, 0, 50, 100, 0), gpu_batch_size=3, num_gpu_batches=3),
     "cache_cpu_disk_attention_on_cpu": dict(
         percent=(100, 0, 0, 50, 100, 0), gpu_batch_size=3, num_gpu_batches=3, cpu_cache_compute=True
     ),
-    "cache_disk": dict(percent=(100, 0, 0, 0, 100, 0), gpu_batch_size=6, num_gpu_batches=2, prefill_tokens=1),
-    "cache_cpu": dict(percent=(100, 0, 0, 100, 100, 0), gpu_batch_size=1, num_gpu_batches=7),
-    "activations_disk": dict(percent=(100, 0, 100, 0, 0, 0), gpu_batch_size=3, num_gpu_batches=2, prefill_tokens=21),
-    "activations_cpu": dict(percent=(100, 0, 100, 0, 0, 100), gpu_batch_size=4, num_gpu_batches=1, prefill_tokens=30),
     "activations_mixed": dict(percent=(100, 0, 100, 0, 34, 33), gpu_batch_size=1, num_gpu_batches=5),
     "everything_mixed": dict(percent=(20, 70, 10, 60, 50, 10), gpu_batch_size=3, num_gpu_batches=3, prefill_tokens=40),
 }
@@ -106,20 +94,18 @@ def test_tokens_do_not_depend_on_the_policy(tiny, run, policy, cache, overlap):
     assert_tokens_of_the_oracle(tiny("opt"), run, policy, cache, overlap)
 
 
-@pytest.mark.parametrize(
-    "policy, cache, overlap",
-    [
-        ("thirds_attention_on_cpu", "full", True),
-        ("all_disk_micro", "h2o", True),
-        ("cache_gpu_disk", "h2o", False),
-        ("everything_mixed", "full", False),
-    ],
-)
-@pytest.mark.parametrize(
-    "name", [*zoo.FIRST.values(), "llama_groups_of_3_wide_heads_linear", "llama_groups_of_8_dynamic"]
-)
-def test_four_policies_with_every_family(tiny, run, name, policy, cache, overlap):
-    assert_tokens_of_the_oracle(tiny(name), run, policy, cache, overlap)
+FAMILIES = [*zoo.FIRST.values(), "llama_groups_of_3_wide_heads_linear", "llama_groups_of_8_dynamic"]
+FOUR = [
+    ("thirds_attention_on_cpu", "full", True),
+    ("all_disk_micro", "h2o", True),
+    ("cache_gpu_disk", "h2o", False),
+    ("everything_mixed", "full", False),
+]
+
+
+@pytest.mark.parametrize("n, name", [*enumerate(FAMILIES)])
+def test_every_family_under_one_of_four_policies(tiny, run, n, name):
+    assert_tokens_of_the_oracle(tiny(name), run, *FOUR[n % len(FOUR)])
 
 
 @pytest.fixture(scope="module")
@@ -128,8 +114,11 @@ def large_head(tmp_path_factory) -> zoo.Tiny:
     return zoo.build("llama", tmp_path_factory.mktemp("large_head"), vocab_size=3000, num_hidden_layers=7)
 
 
-@pytest.mark.parametrize("budget, overlap", [(None, True), (BUDGET, False)], ids=["full", "h2o-no_overlap"])
-@pytest.mark.parametrize("percent", [(0, 0, 100, 0, 100, 0), (0, 100, 0, 0, 0, 0), (0, 30, 0, 50, 50, 0)], ids=str)
+@pytest.mark.parametrize(
+    "percent, budget, overlap",
+    [((0, 0, 100, 0, 100, 0), None, True), ((0, 100, 0, 0, 0, 0), BUDGET, True), ((0, 30, 0, 50, 50, 0), None, False)],
+    ids=str,
+)
 def test_layers_share_a_staging_buffer_beside_a_large_head(large_head, percent, overlap, budget):
     prompts = large_head.clear_cut_prompts(LENGTHS, 8, [(None, None), BUDGET])
     kv_budget = KVBudget.from_size(*budget) if budget else None
@@ -151,8 +140,7 @@ def test_the_long_outputs_compact_blocks_on_disk_several_times():
 # budgets at their edges
 
 
-EDGES = [(0, 6), (6, 0), (1, 0), (0, 1), (1, 1), (3, 1), (1, 7), (2, 5), (6, 6)]
-EDGES += [(10, 11), (10, 12), (13, 20), (19, 20), (20, 20), (20, 21), (40, 40), (0, 60), (60, 0)]
+EDGES = [(0, 6), (6, 0), (1, 0), (0, 1), (1, 1), (1, 7), (10, 11), (10, 12), (20, 20), (20, 21), (0, 60), (60, 0)]
 
 
 @pytest.mark.parametrize("n, budget", [*enumerate(EDGES)], ids=str)
@@ -164,28 +152,13 @@ def test_budgets_at_their_edges(tiny, run, n, budget):
     assert_same(outputs, model.references(prompts, 20, *budget))
 
 
-def test_a_budget_that_holds_everything_is_the_full_cache(tiny, run):
-    model = tiny("one_head")
-    prompts = model.clear_cut_prompts(LENGTHS, 20)
-    outputs = run(model, prompts, 20, (20, 20), gpu_batch_size=4)
-    assert_same(outputs, model.references(prompts, 20))
-
-
-@pytest.mark.parametrize("name", ["untied", "qwen2_groups_of_8_dynamic"])
-def test_prompts_that_just_fit_the_budget(tiny, run, name):
-    """Around n == heavy + recent, beside shorter and longer neighbours."""
-    model = tiny(name)
-    prompts = model.clear_cut_prompts([6, 2, 7, 8, 9, 20, 10, 11, 12], 10, [(5, 4)])
-    for size in (1, 5):
-        outputs = run(model, prompts, 10, (5, 4), gpu_batch_size=size)
-        assert_same(outputs, model.references(prompts, 10, 5, 4))
-
-
 # lengths at their edges
 
 
-@pytest.mark.parametrize("placement, budget", [("ram", None), ("disk", BUDGET)], ids=["full", "budget"])
-@pytest.mark.parametrize("name", [*zoo.FIRST.values(), "llama_groups_of_8_dynamic"])
+@pytest.mark.parametrize(
+    "name, placement, budget",
+    [("opt", "disk", BUDGET), ("llama", "ram", None), ("llama_groups_of_8_dynamic", "disk", BUDGET)],
+)
 def test_outputs_of_all_lengths_share_a_block(tiny, name, placement, budget):
     """The prompts of the shortest outputs fill the model's positions, so that the block goes on beyond them."""
     model = tiny(name)
@@ -201,20 +174,11 @@ def test_outputs_of_all_lengths_share_a_block(tiny, name, placement, budget):
     assert_same(found, [model.reference(p, m, *(budget or ())) for p, m in zip(prompts, outputs)])
 
 
-@pytest.mark.parametrize("budget", [None, BUDGET], ids=["full", "budget"])
-@pytest.mark.parametrize("name", zoo.FIRST.values())
-def test_prompts_of_one_token(tiny, run, name, budget):
-    model = tiny(name)
-    prompts = model.clear_cut_prompts([1, 1, 1], 12, [budget or (None, None)])
-    outputs = run(model, prompts, 12, budget, gpu_batch_size=2, num_gpu_batches=2)
-    assert_same(outputs, model.references(prompts, 12, *(budget or ())))
-
-
-@pytest.mark.parametrize("budget", [None, BUDGET], ids=["full", "budget"])
-@pytest.mark.parametrize("name", zoo.BY_LENGTH)
-def test_rope_by_length_does_not_see_the_neighbours(tiny, run, name, budget):
+@pytest.mark.parametrize("n, name", [*enumerate(zoo.BY_LENGTH)])
+def test_rope_by_length_does_not_see_the_neighbours(tiny, run, n, name):
     """Texts that end before, at and after the trained length, alone and beside a long one that begins after it."""
     model = tiny(name)
+    budget = (None, BUDGET)[n % 2]
     trained = 16
     lengths = [trained - 9, trained - 2, trained - 1, trained, trained + 1, 2 * trained]
     prompts = model.clear_cut_prompts(lengths, 8, [budget or (None, None)])
@@ -231,11 +195,8 @@ def test_rope_by_length_does_not_see_the_neighbours(tiny, run, name, budget):
     "name, placement, budget",
     [
         ("opt", "ram", (4, 4)),
-        ("opt", "disk", (1, 1)),
-        ("llama_groups_of_3_wide_heads_linear", "ram", (0, 5)),
         ("llama_groups_of_3_wide_heads_linear", "disk", (7, 2)),
         ("gpt_neox", "disk", (5, 0)),
-        ("gpt_neox", "ram", (3, 30)),
     ],
 )
 def test_the_cache_holds_the_positions_of_the_oracle(tiny, run, monkeypatch, name, placement, budget):

@@ -106,14 +106,14 @@ def alone(llm: LLM, job: Job, params: list[SamplingParams] | None = None) -> lis
 # placements
 
 
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no overlap"])
-@pytest.mark.parametrize("budget", [None, BUDGET], ids=["full", "budget"])
-@pytest.mark.parametrize("placement", PLACEMENTS)
-def test_rows_that_enter_and_leave_get_the_tokens_of_the_oracle(tiny, placement, budget, overlap):
-    """Twice, since the second job begins with data that the first one left in the buffers."""
-    model = tiny(["opt", "llama_groups_of_3_wide_heads_linear"][list(PLACEMENTS).index(placement) % 2])
+@pytest.mark.parametrize("n, placement", [*enumerate(PLACEMENTS)], ids=PLACEMENTS)
+def test_rows_that_enter_and_leave_get_the_tokens_of_the_oracle(tiny, n, placement):
+    """Twice, since the second job begins with data that the first one left in the buffers. Each of two models, with and
+    without a KV budget and overlap."""
+    model = tiny(("opt", "llama_groups_of_3_wide_heads_linear")[n % 2])
+    budget = (None, BUDGET)[n // 2 % 2]
     job = Job.of(model, (None, None), BUDGET)
-    with opened(model, placement, budget, overlap=overlap) as llm:
+    with opened(model, placement, budget, overlap=n < 4) as llm:
         for _ in range(2):
             assert tokens(llm, job) == job.expected(model, *(budget or ()))
         assert llm.report["row_steps"] == sum(most - 1 for most in job.outputs), "a row was taken on behind its end"
@@ -144,15 +144,13 @@ OWN = {"snapkv": ":window=4:pool=3", "vatp": ":first=1", "sinks": ":first=1"}
 
 @pytest.mark.parametrize("n, rule", [*enumerate(RULES)], ids=RULES)
 def test_every_rule_keeps_what_the_oracle_keeps(tiny, n, rule):
-    """Each rule with two placements."""
+    """Each rule with another placement."""
     model = tiny("llama")
     budget = (*BUDGET, rule + OWN.get(rule, ":first=0"))
     job = Job.of(model, budget)
-    names = list(PLACEMENTS)
-    for placement in (names[n % len(names)], names[(n + 3) % len(names)]):
-        with opened(model, placement, budget, overlap=n % 2 == 0) as llm:
-            assert tokens(llm, job) == job.expected(model, *budget), placement
-            assert llm.report["shared_tokens"] > 0
+    with opened(model, [*PLACEMENTS][n % len(PLACEMENTS)], budget, overlap=n % 3 > 0) as llm:
+        assert tokens(llm, job) == job.expected(model, *budget)
+        assert llm.report["shared_tokens"] > 0
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
@@ -166,7 +164,7 @@ def test_quantised_caches(tiny, budget, kind):
     (begin,) = model.clear_cut_prompts([5], 4, [its_budget])
     prompts = model.clear_cut_prompts([1, 2, 2], 4, [its_budget], tuple(begin))
     job = Job(prompts + model.clear_cut_prompts([4, 6], 4, [its_budget]), outputs)
-    for placement in ("ram", "attention on the CPU", "disk", "thirds"):
+    for placement in ("attention on the CPU", "disk"):
         with opened(model, placement, budget, compress_cache=kind) as llm:
             llm.policy = replace(llm.policy, gpu_batch_size=2, num_gpu_batches=1)
             references = model.references(job.prompts, 4, *its_budget)
@@ -174,7 +172,7 @@ def test_quantised_caches(tiny, budget, kind):
             assert llm.report["shared_tokens"] >= 3 * 5
 
 
-@pytest.mark.parametrize("placement", ["ram", "cpu tier", "disk, one batch", "thirds, attention on the CPU"])
+@pytest.mark.parametrize("placement", ["ram", "thirds, attention on the CPU"])
 def test_positions_that_roll(tiny, placement):
     model = tiny("llama")
     job = Job.of(model)
@@ -182,8 +180,7 @@ def test_positions_that_roll(tiny, placement):
         assert tokens(llm, job) == alone(llm, job)
 
 
-@pytest.mark.parametrize("placement", ["ram", "cpu tier", "disk"])
-@pytest.mark.parametrize("rule", ["h2o", "snapkv:window=2", None])
+@pytest.mark.parametrize("placement, rule", [("ram", "snapkv:window=2"), ("cpu tier", None), ("disk", "h2o")])
 def test_a_long_prompt_with_a_short_output_waits_for_short_ones(tiny, placement, rule):
     """Batches are laid out for the rows that enter first, and not every row fits into each."""
     model = tiny()
@@ -198,17 +195,7 @@ def test_a_long_prompt_with_a_short_output_waits_for_short_ones(tiny, placement,
         assert tokens(llm, job) == expected
 
 
-@pytest.mark.parametrize("placement", ["cpu tier", "disk", "disk, one batch"])
-def test_a_block_shrinks_when_its_longest_row_ends_and_grows_again(tiny, placement):
-    model = tiny()
-    outputs = [30, 9, 25, 24]
-    prompts = [model.clear_cut_prompts([n], most)[0] for n, most in zip([5, 17, 4, 3], outputs)]
-    with opened(model, placement) as llm:
-        expected = [model.reference(p, most).tokens for p, most in zip(prompts, outputs)]
-        assert tokens(llm, Job(prompts, outputs)) == expected
-
-
-@settings(max_examples=12, suppress_health_check=list(HealthCheck))
+@settings(max_examples=8, suppress_health_check=list(HealthCheck))
 @given(
     policy=policies([0, 33, 50, 100], [0, 50, 67, 100], (6, 3), [1, 20, 45, 2048]),
     budget=st.sampled_from([None, BUDGET, (*BUDGET, "snapkv:window=2")]),
@@ -237,7 +224,7 @@ def test_any_rows_under_any_policy(tiny, policy, budget, rows, ending, group_row
 # ends
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("placement", ["ram", "attention on the CPU", "disk"])
 def test_rows_end_where_their_texts_end(tiny, placement):
     """At the model's end-of-sequence token, at one of a row's own, or by length."""
     model = tiny()
@@ -261,7 +248,7 @@ def test_rows_end_where_their_texts_end(tiny, placement):
     assert len({reason for _, reason in wanted}) == 2
 
 
-@pytest.mark.parametrize("placement", ["ram", "cpu tier", "thirds"])
+@pytest.mark.parametrize("placement", ["ram", "thirds"])
 def test_a_row_draws_the_same_numbers_whenever_it_enters(tiny, placement):
     model = tiny()
     job = Job.of(model)
@@ -278,8 +265,7 @@ def test_a_row_draws_the_same_numbers_whenever_it_enters(tiny, placement):
 # scores
 
 
-@pytest.mark.parametrize("budget", [None, BUDGET], ids=["full", "budget"])
-@pytest.mark.parametrize("placement", ["ram", "disk", "thirds, attention on the CPU"])
+@pytest.mark.parametrize("placement, budget", [("ram", BUDGET), ("disk", None), ("thirds", BUDGET)], ids=str)
 def test_texts_with_the_same_context_score_as_each_alone(tiny, placement, budget):
     """In one pass, and token by token after a prompt, with the first scored token anywhere in it."""
     model = tiny("llama")
@@ -323,7 +309,7 @@ class Fails(Observer):
             raise RuntimeError("by this test")
 
 
-@pytest.mark.parametrize("placement", ["ram", "cpu tier", "disk", "thirds"])
+@pytest.mark.parametrize("placement", ["cpu tier", "disk"])
 def test_outputs_before_an_error_are_right_and_so_is_the_next_job(tiny, placement):
     """An error while some rows prefill and others decode leaves nothing behind."""
     model = tiny()

@@ -156,30 +156,6 @@ def test_rows_of_computed_nodes_come_first(rows, more):
 # by example
 
 
-def test_a_prefix_of_a_prefix_is_its_parent():
-    instructions = [1] * 6
-    text = [2] * 5
-    prompts = [
-        instructions + text + [3],
-        instructions + text + [4, 4],
-        instructions + [5],
-        instructions + text + [6],
-        [7, 7],
-    ]
-    rows = [row(n, prompt) for n, prompt in enumerate(prompts)]
-    order(rows, but_one, 0, {})
-    deep = [instructions, instructions + text]
-    assert [path(s) for s in rows] == [deep, deep, [instructions], deep, []]
-
-
-@given(count=st.integers(2, 6), length=st.integers(4, 9))
-def test_identical_prompts_share_all_but_their_last_token(count, length):
-    rows = [row(n, [3] * length) for n in range(count)]
-    order(rows, but_one, 0, {})
-    assert [path(s) for s in rows] == [[[3] * (length - 1)]] * count
-    assert len({s.path for s in rows}) == 1
-
-
 @pytest.mark.parametrize("count, tokens, saves", [(2, 63, False), (2, 64, True), (33, 2, True), (64, 1, False)])
 def test_a_node_saves_enough_over_all_of_its_rows(monkeypatch, count, tokens, saves):
     monkeypatch.setattr(prefixes, "LEAST_SAVED", LEAST_SAVED)

@@ -13,7 +13,7 @@ from h2o_flexgen.engine import batch, prefixes
 from h2o_flexgen.engine.batch import Piece, PromptPiece, Sequence, cut
 from h2o_flexgen.engine.params import SamplingParams
 from h2o_flexgen.engine.prefixes import Node
-from h2o_flexgen.engine.scheduler import BatchPass, Pass, Scheduler, compacted, micro_batch
+from h2o_flexgen.engine.scheduler import BatchPass, Pass, Scheduler, micro_batch
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -290,20 +290,6 @@ def test_rows_are_read_as_they_are_needed():
     assert read == list(range(100))
 
 
-@given(ended=st.lists(st.booleans(), max_size=12))
-def test_the_last_rows_move_into_the_places_of_those_that_have_ended(ended):
-    rows = [row(n, [1]) for n in range(len(ended))]
-    for s, has_ended in zip(rows, ended):
-        s.finish_reason = "stop" if has_ended else None
-    found = compacted(rows)
-    left = [s for s in rows if s.finish_reason is None]
-    assert set(found.rows) == set(left) and len(found.rows) == len(left)
-    assert len(found.moves) == sum(ended[: len(left)])  # no more than needed
-    for source, target in found.moves:
-        rows[target] = rows[source]
-    assert found.rows == rows[: len(left)] and found.places == [target for _, target in found.moves]
-
-
 # pieces
 
 
@@ -365,13 +351,6 @@ def test_prompts_prefill_together_while_they_fit(lengths, prefill_tokens):
     count = micro_batch(rows, prefill_tokens)
     assert count == 1 or count * max(lengths[:count]) <= prefill_tokens
     assert count == len(rows) or (count + 1) * max(lengths[: count + 1]) > prefill_tokens
-
-
-def test_prompts_with_different_prefixes_do_not_prefill_together():
-    node = Node(None, [1])
-    rows = [row(n, [1, 2]) for n in range(4)]
-    rows[0].path = rows[1].path = node
-    assert [micro_batch(rows[n:], 1000) for n in range(4)] == [2, 1, 2, 1]
 
 
 @st.composite

@@ -100,23 +100,6 @@ def test_searching_the_last_tokens_is_as_good_as_searching_the_whole_text(reques
     assert found(tokenizer, stop, tokens) == outcome(tokenizer, stop, tokens)
 
 
-@pytest.mark.parametrize(
-    "text, stop, before",
-    [
-        ("one two\nthree", ["\n"], "one two"),
-        ("one two\nthree", ["o\nth"], "one tw"),  # begins inside a token, spans several
-        ("Grüße 😀 an alle", ["😀"], "Grüße "),  # four bytes
-        ("Grüße 😀 an alle", ["ß", "ü"], "Gr"),
-        ("one two", ["two", "one"], ""),
-        ("aaab", ["ab", "aab"], "a"),  # both end at the same token: the one that begins first
-        ("one two", ["One", "  "], None),
-    ],
-)
-def test_a_text_ends_before_its_first_stop_string(byte_level, text, stop, before):
-    tokens = encode(byte_level, text)
-    assert found(byte_level, stop, tokens)[1] == before
-
-
 def test_only_a_few_tokens_are_decoded(byte_level, monkeypatch):
     tokens = encode(byte_level, "the same again and " * 200)
     stops = StopStrings(byte_level)

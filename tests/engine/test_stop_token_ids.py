@@ -42,12 +42,6 @@ def test_a_text_ends_at_the_first_of_them(llm, tokens, ignore_eos):
     assert done.text == llm.tokenizer.decode(done.token_ids[:-1])  # though the last is no special token
 
 
-def test_one_that_is_not_generated_ends_nothing(llm, tokens):
-    other = next(token for token in range(300) if token not in tokens)
-    params = SamplingParams(max_tokens=12, ignore_eos=True, stop_token_ids=(other,))
-    assert llm.generate([PROMPT], params)[0].outputs[0].token_ids == tokens
-
-
 def test_the_text_of_an_eos_token_that_is_not_special_is_left_out(llm, tokens, monkeypatch):
     monkeypatch.setattr(llm, "eos_ids", frozenset({tokens[4]}))
     done = llm.generate([PROMPT], SamplingParams(max_tokens=12))[0].outputs[0]

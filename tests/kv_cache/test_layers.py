@@ -70,8 +70,7 @@ def test_calibration_keeps_what_the_rule_keeps(tiny):
         assert torch.equal(kept, cache.kept[:, :, :64]), text
 
 
-@pytest.mark.parametrize("percent", [(100, 0, 100, 0, 100, 0), (0, 0, 0, 0, 0, 0)], ids=["ram", "disk"])
-@pytest.mark.parametrize("name", ["smoothed", "h2o"])
+@pytest.mark.parametrize("name, percent", [("smoothed", (100, 0, 100, 0, 100, 0)), ("h2o", (0, 0, 0, 0, 0, 0))])
 def test_tokens_are_those_of_the_oracle_with_the_slots_of_each_layer(tiny, tmp_path, name, percent):
     model = tiny()
     path = tmp_path / "layers.json"

@@ -267,22 +267,6 @@ def test_exact_ties_are_broken_as_by_the_oracle(job):
             kept[b, h].discard(goes)
 
 
-def test_of_equal_scores_the_earlier_token_stays_in_prefill_and_goes_in_decode():
-    """Every token attends only to itself: all scores are 1."""
-    rule = HeavyHitterCache(2, 1)
-    n = 6
-    D = 16
-    k = (torch.eye(D) * 100)[None, None]
-    cache = make_cache(rule, 1, 1, n, D, 3)
-    rule.prefill(cache, k[:, :, :n], k[:, :, :n], k[:, :, :n], Rows.prompts(torch.tensor([n])))
-    assert cached(cache, 0, 0) == [0, 1, 5]
-    kept = [[0, 1, 5, 6], [1, 5, 6, 7], [5, 6, 7, 8]]  # the token that goes stays until the next one takes its slot
-    for step, expected in enumerate(kept, 1):
-        new = k[:, :, n + step - 1][:, :, None]
-        rule.decode(cache, new, new, new, step_of([n], step))
-        assert cached(cache, 0, 0) == expected
-
-
 def test_hundreds_of_equal_scores():
     """More than an unstable sort leaves in order."""
     n = 300
