@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from math import inf
+from numbers import Real
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,7 +40,7 @@ class EngineArgs:
     Attributes:
         model: folder, Hugging Face name, or None for the demo model.
         policy: a Policy, the path of one as JSON, or "auto": everything on the compute device if the model and a batch
-            of up to 64 prompts fit; else, or with `max_latency`, or on CUDA with more prompts than one batch, the
+            of up to 128 prompts fit; else, or with `max_latency`, or on CUDA with more prompts than one batch, the
             policy that the search finds fastest on this machine, which is measured once (about a minute).
         kv_budget: slots for heavy hitters and recent tokens; None keeps the full cache; "auto" takes the largest
             budget that costs no throughput (see `planning.budget`).
@@ -113,6 +115,10 @@ class EngineArgs:
         if isinstance(self.hardware, (str, Path)):
             self.hardware = Profile.from_file(self.hardware)
         self.constraints = Constraints(**searched, min_hh_ratio=self.min_hh_ratio, losses=self.losses)
+        for name in ("mem", "gpu_mem", "cpu_mem", "disk_mem"):
+            limit = getattr(self, name)
+            if limit is not None and not (isinstance(limit, Real) and 0 <= limit < inf):
+                raise UserError(f"`{name}` must be a number of bytes, not {limit!r:.60}")
         self.caps = {"gpu": self.gpu_mem, "cpu": self.cpu_mem, "disk": self.disk_mem, "ram": self.mem}
         self.model = with_revision(None if self.model is None else str(self.model), self.revision)
         self.offload_dir = default_root() if self.offload_dir is None else Path(self.offload_dir)

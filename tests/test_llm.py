@@ -9,6 +9,7 @@ import zoo
 
 from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams, UserError
 from h2o_flexgen.engine.observer import Observer
+from h2o_flexgen.engine_args import EngineArgs
 from h2o_flexgen.formats import Dense
 
 ALL_GPU = (100, 0, 100, 0, 100, 0)
@@ -362,3 +363,9 @@ def test_the_bar_knows_how_long_each_output_may_be(tiny, capfd):
         llm.generate(tiny().prompts([3, 5, 4]), params)
     lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("generating")]
     assert lines and all("of 13 tokens" in line for line in lines) and "generating: 13 of 13" in lines[-1]
+
+
+@pytest.mark.parametrize("limit", [float("nan"), float("inf"), "4", -5])
+def test_a_memory_limit_is_a_number_of_bytes(limit):
+    with pytest.raises(UserError, match="`mem` must be a number of bytes"):
+        EngineArgs(mem=limit)

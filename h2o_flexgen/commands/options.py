@@ -109,7 +109,7 @@ def amount(text: str) -> float:
 
 def gibibytes(text: str) -> int:
     """An amount in GiB, as bytes."""
-    return int(amount(text) * GIB)
+    return int(min(amount(text) * GIB, 2.0**62))
 
 
 def json_object(text: str) -> dict:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ MIN_GAIN = 1.05
 CLOSE_ENOUGH = 1.05
 #: the most suggestions
 MOST = 4
+#: no other kind of change is planned after this many seconds
+SECONDS = 10
 #: a KV budget to suggest, and prompts of a job that has few
 HH_RATIO = 0.2
 PROMPTS = 64
@@ -71,7 +74,10 @@ def suggest(
     sizes = {}
     if choice.plan.shared:  # without CUDA the batches of the plan suit its variants too, and keep their searches short
         sizes = {"gpu_batch_size": policy.gpu_batch_size, "prefill_tokens": policy.prefill_tokens}
+    begin = time.monotonic()
     for variants in changes(args, choice, is_quantised):
+        if time.monotonic() - begin > SECONDS:
+            break
         speeds = {}
         for change in variants:
             kept = fixed if "num_prompts" in change else fixed | sizes

@@ -58,6 +58,8 @@ class Admission:
                 _write(self._refused, b"%d %b" % (row.index, encoded(failed_row(row, e).data)))
             else:
                 self._admit(row, ids, own)
+        _write(self._admitted)
+        _write(self._refused)
 
     def _admit(self, row: Row, ids: list[int], own: SamplingParams) -> None:
         self.lens[len(ids)] += 1
@@ -91,9 +93,10 @@ class Admission:
             yield int(index), DoneRow.of(json.loads(data))
 
 
-def _write(file: BinaryIO, data: bytes) -> None:
+def _write(file: BinaryIO, data: bytes = b"") -> None:
+    """Without data: what is buffered."""
     try:
-        file.write(data)
+        file.write(data) if data else file.flush()
     except OSError as e:
         raise UserError(f"cannot write a temporary file: {e.strerror}; TMPDIR names the folder for it") from None
 

@@ -18,6 +18,8 @@ HALF_TYPES = ("bfloat16", "float16")
 #: how matmuls in int8 are named among float types: with weights in 8 bits, and in blocks of 4 bits
 INT8 = "int8"
 INT4 = "int4"
+#: kernels that can be chosen; the rates of others, in a profile of another version, are ignored
+KERNELS = ("native", "widened", "packed", "transposed", "tiled", "floats")
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class KernelRates:
         AttributeError for other data."""
         linear = {}
         for dtype, kernels in data["linear"].items():
-            linear[dtype] = {kernel: _by_rows(table) for kernel, table in kernels.items()}
+            linear[dtype] = {kernel: _by_rows(kernels[kernel]) for kernel in KERNELS if kernel in kernels}
         return cls(linear, {dtype: float(rate) for dtype, rate in data["attention"].items()})
 
     def kernel(self, dtype: str, rows: int) -> str:

@@ -107,3 +107,10 @@ def test_rates_survive_a_file(found):
 def test_malformed_rates_are_rejected(change):
     with pytest.raises((KeyError, TypeError, ValueError, AttributeError)):
         KernelRates.from_dict(asdict(kernels()) | change)
+
+
+def test_rates_of_kernels_that_no_longer_exist_are_ignored():
+    data = {"linear": {"int8": {"native": dict.fromkeys(ROWS, 1e9)}}, "attention": {}}
+    current = KernelRates.from_dict(json.loads(json.dumps(data)))
+    data["linear"]["int8"]["turned"] = dict.fromkeys(ROWS, 9e9)
+    assert KernelRates.from_dict(json.loads(json.dumps(data))) == current
