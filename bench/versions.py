@@ -77,7 +77,7 @@ WORKLOADS = {
     "uniform": replace(LLAMA, about="outputs of 1 to 24 tokens, uniform", draw="uniform", most=24),
     "equal": replace(LLAMA, about="outputs of 12 tokens, all alike", most=12),
     "opt": Workload(
-        "OPT-1.3B, outputs of 16 tokens, all alike", "facebook/opt-1.3b", "safetensors", 32, 64, 16, batch=32, cap=1.5
+        "OPT-1.3B, outputs of 16 tokens, all alike", "facebook/opt-1.3b", "safetensors", 32, 64, 16, batch=32, cap=2
     ),
     "shared": replace(
         SMOLLM2, about="prompts of 512 tokens, 448 in common", shared=448, batches=2, measure="prefill_seconds"
