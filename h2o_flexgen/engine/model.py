@@ -23,7 +23,7 @@ from h2o_flexgen.models.hub import commit
 from h2o_flexgen.models.parts import activation
 from h2o_flexgen.models.registry import family, head_name, known_names, named_dtype, named_spec, read_spec, stored_dtype
 from h2o_flexgen.models.source import DUMMY, find_model, model_name
-from h2o_flexgen.models.spec import Layer, ModelSpec
+from h2o_flexgen.models.spec import Layer, ModelSpec, shapes_of
 from h2o_flexgen.models.tokenizer import end_ids, load_tokenizer
 from h2o_flexgen.storage.checkpoint import Checkpoint
 from h2o_flexgen.storage.dummy import DummyCheckpoint
@@ -166,7 +166,7 @@ def load_model(
     dtype = choose_dtype(stored)
     activation(spec.activation)  # raises for one that is not known
     layers = family(spec.model_type).tensors(spec)
-    shapes = {name: shape for layer in layers for name, shape in layer.shapes.items()}
+    shapes = shapes_of(layers)
     source = DummyCheckpoint(layers, dtype) if weights is None else _checkpoint(weights, spec, layers, dtype, progress)
     formats = {name: source.format(name) for name, shape in shapes.items() if len(shape) > 1}
     compressed_to = {} if compress_weight is None else compressed(compress_weight, [layer.shapes for layer in layers])

@@ -16,7 +16,7 @@ from h2o_flexgen.models.hub import commit, downloaded
 from h2o_flexgen.models.registry import family, named_dtype, named_spec, read_spec, stored_dtype
 from h2o_flexgen.models.repository import repository
 from h2o_flexgen.models.source import DUMMY, dummy_dtype, find_model, model_name
-from h2o_flexgen.models.spec import ModelSpec
+from h2o_flexgen.models.spec import ModelSpec, shapes_of
 from h2o_flexgen.models.tokenizer import load_tokenizer
 
 
@@ -44,7 +44,7 @@ class Found(NamedTuple):
         layers = family(self.spec.model_type).tensors(self.spec)
         if compress_weight is not None:
             found = compressed(compress_weight, [layer.shapes for layer in layers])
-            shapes = {name: shape for layer in layers for name, shape in layer.shapes.items()}
+            shapes = shapes_of(layers)
             return found, 0 if self.is_dummy else sum(form.nbytes(shapes[name]) for name, form in found.items())
         found = in_place(self.gguf, layers) if self.gguf else {}
         return {name: form for name, (*_, form) in found.items()}, 0

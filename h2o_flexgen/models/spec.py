@@ -107,6 +107,11 @@ class Layer:
         return dict(self.streamed.values())
 
 
+def shapes_of(layers: Iterable[Layer]) -> dict[str, tuple[int, ...]]:
+    """{name in the checkpoint: shape} of all tensors of some layers."""
+    return {name: shape for layer in layers for name, shape in layer.shapes.items()}
+
+
 def matrix(short: str, name: str, out: int, columns: int, bias: bool = False) -> Tensors:
     """A linear layer: weight (out, columns) and, if it has one, bias (out,)."""
     weight = {f"{short}.weight": (f"{name}.weight", (out, columns))}

@@ -18,6 +18,7 @@ import numpy as np
 import pulp
 
 from h2o_flexgen.errors import UserError
+from h2o_flexgen.models.spec import shapes_of
 from h2o_flexgen.planning.constraints import Constraints
 from h2o_flexgen.planning.cost import CostModel, Part, batches_of
 from h2o_flexgen.planning.memory import Resources, decode_rows, shared_bytes
@@ -100,7 +101,7 @@ class Relaxation:
         self.num_prompts = len(workload.prompt_lens)
         self.max_latency = inf if constraints.max_latency is None else constraints.max_latency
         shapes = self.shapes
-        matrices = {name for layer in shapes.layers for name, shape in layer.shapes.items() if len(shape) > 1}
+        matrices = {name for name, shape in shapes_of(shapes.layers).items() if len(shape) > 1}
         self._head_bytes = max(map(shapes.nbytes, shapes.streamed[-1]))
         #: fraction of the weights from which on the head is placed on the device (`placement.place_weights`)
         self._head_share = self._head_bytes / sum(map(shapes.nbytes, matrices))

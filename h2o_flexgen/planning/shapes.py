@@ -16,7 +16,7 @@ from h2o_flexgen.kv_cache import rule_for
 from h2o_flexgen.kv_cache.layout import KVLayout
 from h2o_flexgen.kv_cache.rule import CacheRule
 from h2o_flexgen.models.registry import family
-from h2o_flexgen.models.spec import Layer, ModelSpec
+from h2o_flexgen.models.spec import Layer, ModelSpec, shapes_of
 from h2o_flexgen.planning.workload import Workload
 from h2o_flexgen.policy import TIERS
 from h2o_flexgen.storage.decoded import Decoding
@@ -224,7 +224,7 @@ class Shapes(ModelData):
 def sizes(model: ModelData, stored: str) -> dict:
     """A model's sizes as plain data. `stored`: name of the type of most of its weights."""
     spec = model.spec
-    shapes = {name: shape for layer in model.layers for name, shape in layer.shapes.items()}
+    shapes = shapes_of(model.layers)
     names = ("layers", "hidden", "heads", "kv_heads", "head_dim", "vocab", "positions")
     return {
         "family": spec.model_type,

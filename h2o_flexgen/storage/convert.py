@@ -16,7 +16,7 @@ from h2o_flexgen.errors import UserError, reason
 from h2o_flexgen.formats import dtype_name
 from h2o_flexgen.models.gguf import GGUFFile
 from h2o_flexgen.models.gguf_file import parts
-from h2o_flexgen.models.spec import Layer
+from h2o_flexgen.models.spec import Layer, shapes_of
 from h2o_flexgen.policy import gib
 from h2o_flexgen.utils.copies import converted
 from h2o_flexgen.utils.files import OTHER_HOME, cache_root
@@ -29,7 +29,7 @@ CONVERTED_BYTES = 1 << 27
 def gguf_to_safetensors(file: Path, layers: Sequence[Layer], dtype: torch.dtype, progress: bool) -> list[Path]:
     """Safetensors copies of the tensors of `layers` in a GGUF file, quantised ones in `dtype`; made once and kept in
     the cache folder. Raises UserError as `GGUFFile`, or for lack of space."""
-    shapes = {name: shape for layer in layers for name, shape in layer.shapes.items()}
+    shapes = shapes_of(layers)
     needed = sum(map(prod, shapes.values())) * dtype.itemsize
     kind = f"weights in {dtype_name(dtype)}: {shapes}"  # another config needs other tensors
     tensors = lambda: GGUFFile(file).checkpoint_tensors(layers, dtype)  # opened only if there is no copy yet

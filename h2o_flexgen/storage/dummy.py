@@ -16,7 +16,7 @@ from h2o_flexgen.formats import Dense, Format, Quantised
 from h2o_flexgen.machine.device import as_numpy
 from h2o_flexgen.machine.pages import aligned
 from h2o_flexgen.models.source import dummy_dtype
-from h2o_flexgen.models.spec import Layer
+from h2o_flexgen.models.spec import Layer, shapes_of
 from h2o_flexgen.storage.disk import DiskIO, wait
 from h2o_flexgen.storage.stored import Stored
 from h2o_flexgen.utils import interrupts
@@ -36,7 +36,7 @@ class DummyCheckpoint:
     copy_bytes = 0
 
     def __init__(self, layers: Seq[Layer], dtype: torch.dtype):
-        self.shapes = {name: shape for layer in layers for name, shape in layer.shapes.items()}
+        self.shapes = shapes_of(layers)
         self.formats = dict.fromkeys(self.shapes, Dense(dummy_dtype(dtype)))
         pool = torch.randn(POOL, generator=torch.Generator().manual_seed(0)) * STD
         self._pool = pool.to(dummy_dtype(dtype)).repeat(2)

@@ -29,7 +29,7 @@ from h2o_flexgen.kernels.exact import pack
 from h2o_flexgen.kernels.int8 import Int8Weight
 from h2o_flexgen.kernels.linear import is_as_stored, matmul_format, packs, packs_int8
 from h2o_flexgen.machine.device import finish
-from h2o_flexgen.models.spec import Layer
+from h2o_flexgen.models.spec import Layer, shapes_of
 from h2o_flexgen.storage.checkpoint import Checkpoint
 from h2o_flexgen.storage.decoded import COPY
 from h2o_flexgen.storage.disk import wait
@@ -82,7 +82,7 @@ class WeightStore:
         self.tiers = tiers
         self._source = source
         self._gathered = {short: tensor for layer in layers for short, tensor in layer.gathered.items()}
-        shapes = {name: shape for layer in layers for name, shape in layer.shapes.items()}
+        shapes = shapes_of(layers)
         on_disk = [name for name in shapes if tiers[name] == "disk"]
         self.stored = source.on_disk(on_disk, transport.file, transport.io, progress)
         self.resident: dict[str, Tensor | Quantised | Int8Weight] = {}
