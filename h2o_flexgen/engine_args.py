@@ -25,12 +25,12 @@ from h2o_flexgen.planning.constraints import Constraints
 from h2o_flexgen.planning.losses import Losses
 from h2o_flexgen.planning.planner import Planner
 from h2o_flexgen.planning.shapes import ModelData
-from h2o_flexgen.policy import KVBudget, Policy, given_policy
+from h2o_flexgen.policy import LIMITS, SEARCHED, KVBudget, Policy, given_policy
 from h2o_flexgen.profiling.measure import job_dtype, kept_profile, load_or_measure
 from h2o_flexgen.storage.disk import default_root
 
-#: options of a search
-SEARCHED = "gpu_batch_size num_gpu_batches overlap prefill_tokens cpu_cache_compute max_latency".split()
+#: options that only policy "auto" takes
+AUTO = (*SEARCHED, "max_latency")
 
 
 @dataclass
@@ -108,18 +108,17 @@ class EngineArgs:
         settings = given_policy(self.policy, self.kv_budget, self.compress_cache, self.compress_weight, self.compute)
         for name, value in settings._asdict().items():
             setattr(self, name, value)
-        searched = {name: getattr(self, name) for name in SEARCHED if getattr(self, name) is not None}
+        searched = {name: getattr(self, name) for name in AUTO if getattr(self, name) is not None}
         if self.policy != "auto" and searched:
             names = ", ".join(f"`{name}`" for name in searched)
             raise UserError(f'{names}: only for `policy` "auto", a policy has its own')
         if isinstance(self.hardware, (str, Path)):
             self.hardware = Profile.from_file(self.hardware)
         self.constraints = Constraints(**searched, min_hh_ratio=self.min_hh_ratio, losses=self.losses)
-        for name in ("mem", "gpu_mem", "cpu_mem", "disk_mem"):
-            limit = getattr(self, name)
+        self.caps = {tier: getattr(self, name) for tier, name in LIMITS.items()}
+        for tier, limit in self.caps.items():
             if limit is not None and not (isinstance(limit, Real) and 0 <= limit < inf):
-                raise UserError(f"`{name}` must be a number of bytes, not {limit!r:.60}")
-        self.caps = {"gpu": self.gpu_mem, "cpu": self.cpu_mem, "disk": self.disk_mem, "ram": self.mem}
+                raise UserError(f"`{LIMITS[tier]}` must be a number of bytes, not {limit!r:.60}")
         self.model = with_revision(None if self.model is None else str(self.model), self.revision)
         self.offload_dir = default_root() if self.offload_dir is None else Path(self.offload_dir)
         self.chat_template_kwargs = checked_kwargs(self.chat_template_kwargs)

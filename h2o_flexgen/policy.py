@@ -11,6 +11,10 @@ from h2o_flexgen.errors import UserError
 from h2o_flexgen.utils.files import read_json
 
 TIERS = ("gpu", "cpu", "disk")
+#: parts of a policy that a search keeps if they are given, and chooses if not
+SEARCHED = ("gpu_batch_size", "num_gpu_batches", "overlap", "prefill_tokens", "cpu_cache_compute")
+#: {tier, or "ram" for all RAM: the option that limits it}
+LIMITS = {"gpu": "gpu_mem", "cpu": "cpu_mem", "disk": "disk_mem", "ram": "mem"}
 #: what is placed
 KINDS = ("weights", "cache", "activations")
 GIB = 1 << 30

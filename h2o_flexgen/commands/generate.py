@@ -9,7 +9,7 @@ from contextlib import nullcontext
 
 from h2o_flexgen.commands import options
 from h2o_flexgen.commands.budget import add_budget_options, check_model, make_budget, make_losses
-from h2o_flexgen.commands.options import JOB, LLM_OPTIONS, MACHINE, PLACEMENT, SEARCHED
+from h2o_flexgen.commands.options import JOB, LLM_OPTIONS, MACHINE, PLACEMENT
 from h2o_flexgen.commands.output import (
     by_link,
     by_memory,
@@ -25,7 +25,7 @@ from h2o_flexgen.jobs.input import Rows, builtin_rows, read_rows
 from h2o_flexgen.jobs.output import Failures
 from h2o_flexgen.planning.budget import MIN_HH_RATIO
 from h2o_flexgen.planning.losses import weights_text
-from h2o_flexgen.policy import Policy, gib
+from h2o_flexgen.policy import SEARCHED, Policy, gib
 from h2o_flexgen.utils.files import write_text
 
 #: options that LLM takes under the same names
@@ -149,7 +149,7 @@ def run(args: argparse.Namespace) -> None:
     from h2o_flexgen.llm import LLM
 
     params = SamplingParams(max_tokens=args.gen_len, **{name: getattr(args, name) for name in SAMPLED})
-    arguments = {name: getattr(args, name) for name in (PASSED if policy else PASSED + SEARCHED)}
+    arguments = {name: getattr(args, name) for name in (PASSED if policy else [*PASSED, *SEARCHED])}
     arguments |= {"min_hh_ratio": args.min_hh_ratio or MIN_HH_RATIO, "losses": losses, "observer": planned(args)}
     with nullcontext() if args.output_file is None else Job(args.output_file, args.restart) as job:
         if job is not None and job.dtype and args.dtype == "auto":

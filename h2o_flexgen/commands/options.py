@@ -22,8 +22,6 @@ FOREIGN = {"--max-tokens": "--gen-len", "--max-new-tokens": "--gen-len", "--outp
 LLM_OPTIONS = (
     "model device dtype compress_weight compute path offload_dir mem gpu_mem cpu_mem disk_mem hardware".split()
 )
-#: options of a search, and of the policy that --percent makes
-SEARCHED = "gpu_batch_size num_gpu_batches prefill_tokens overlap cpu_cache_compute".split()
 #: groups of rarer options, in the order of the help
 JOB = "job"
 BUDGET = "KV budget"

@@ -16,11 +16,9 @@ from h2o_flexgen.errors import PlanError, UserError
 from h2o_flexgen.planning.budget import FORMATS, MIN_HH_RATIO
 from h2o_flexgen.planning.losses import weights_text
 from h2o_flexgen.planning.workload import Workload
-from h2o_flexgen.policy import DEFAULT_RULE, GIB, TIERS, KVBudget, Policy, gib
+from h2o_flexgen.policy import DEFAULT_RULE, GIB, LIMITS, TIERS, KVBudget, Policy, gib
 from h2o_flexgen.utils.files import write_text
 
-#: options that limit the tiers, and all RAM
-LIMITS = (*(f"{tier}_mem" for tier in TIERS), "mem")
 #: prompts of a search without --num-prompts: enough for any block
 MANY = 4096
 
@@ -149,9 +147,9 @@ def models_of(args: argparse.Namespace, found, dtype: str) -> dict:
 
 def planner_for(args: argparse.Namespace, found, profile, policy: Policy | None, losses):
     """The planner of a job with these options on a profile's machine."""
-    from h2o_flexgen.engine_args import SEARCHED, EngineArgs, planner_of
+    from h2o_flexgen.engine_args import AUTO, EngineArgs, planner_of
 
-    names = ("compute", *LIMITS, *(() if policy else SEARCHED))
+    names = ("compute", *LIMITS.values(), *(() if policy else AUTO))
     job = EngineArgs(
         policy=policy or "auto",
         losses=losses,
@@ -176,7 +174,7 @@ def choose(args: argparse.Namespace, length: int, planner, policy, budget):
     if not args.search:
         prompts = options.num_prompts(args, policy)
     workload = Workload((length,) * prompts, args.gen_len, mean_len=args.expect_len)
-    caps = {tier: getattr(args, name) for tier, name in zip((*TIERS, "ram"), LIMITS)}
+    caps = {tier: getattr(args, name) for tier, name in LIMITS.items()}
     return planner.choose(workload, Resources.of(planner.profile, caps), policy, budget, args.compress_cache)
 
 
@@ -272,7 +270,7 @@ def command_for(args: argparse.Namespace, workload: dict, choice, profile) -> st
     arguments |= {"compress_weight": choice.compress_weight, "compress_cache": choice.compress_cache}
     arguments |= {"compute": args.compute if args.compute != "exact" else None}
     arguments |= {"offload_dir": args.offload_dir}
-    for name in LIMITS:
+    for name in LIMITS.values():
         nbytes = getattr(args, name)
         arguments[name] = None if nbytes is None else f"{nbytes / GIB:g}"
     words = ["h2o-flexgen", "generate"]

@@ -10,11 +10,11 @@ from dataclasses import asdict
 
 from h2o_flexgen.commands import options
 from h2o_flexgen.commands.generate import PASSED
-from h2o_flexgen.commands.options import BUDGET, JOB, MACHINE, SEARCHED
+from h2o_flexgen.commands.options import BUDGET, JOB, MACHINE
 from h2o_flexgen.commands.output import describe_budget, print_text
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.jobs.content import Content
-from h2o_flexgen.policy import DEFAULT_RULE, GIB, KVBudget
+from h2o_flexgen.policy import DEFAULT_RULE, GIB, SEARCHED, KVBudget
 from h2o_flexgen.utils.files import read_text, write_text
 
 #: slots of the KV cache, if none are given: half for heavy hitters, half for recent tokens
@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> None:
     from h2o_flexgen.evaluation.origin import origin
     from h2o_flexgen.llm import LLM
 
-    arguments = {name: getattr(args, name) for name in (PASSED if policy else PASSED + SEARCHED)}
+    arguments = {name: getattr(args, name) for name in (PASSED if policy else [*PASSED, *SEARCHED])}
     session_options = {"position_rolling": args.position_rolling} | ({"chunk": args.chunk} if args.chunk else {})
     with LLM(policy=policy or "auto", **arguments) as llm:
         ids = None if args.plain is None else plain_ids(llm, args)
