@@ -148,6 +148,9 @@ class LayerCost:
 
     def _prefill_compute(self, policy: Policy, batches: Sequence[Batch], streamed: Amount) -> Amount:
         """Seconds of a decoder layer for the prompts of a block."""
+        # rows behind a shared prefix attend one by one, their own tokens to all tokens
+        seen = self.computed * (2 - self.computed)
+        calls = 0
         rows: Counter[int] = Counter()
         attention = 0.0
         for (size, longest), count in Counter(batches).items():
@@ -155,10 +158,11 @@ class LayerCost:
                 rows[sequences * longest] += count * times
             pairs = prefill_pairs(longest, self.shapes.device, self.shapes.workload.cached_len)
             flops = 4 * self.shapes.spec.query_width * pairs
-            attention += count * size * self._attention("prefill", flops)
-        dispatch = rows.total() * self.profile.step_seconds
+            attention += count * size * self._attention("prefill", seen * flops)
+            calls += count * size
+        dispatch = (rows.total() if self.computed == 1 else calls) * self.profile.step_seconds
         matmuls = self._matmuls(DECODER, rows, streamed)
-        return self.computed * (attention + matmuls + dispatch + self._decoding(DECODER))
+        return attention + self.computed * matmuls + dispatch + self._decoding(DECODER)
 
     def _decode_attention(self, state: CacheState, on_device: Amount, on_host: Amount) -> Amount:
         """Seconds of a decode step's attention, for sequences times layers whose attention runs on each."""

@@ -21,10 +21,13 @@ from h2o_flexgen.kernels.linear import linear, packs, packs_int8
 from h2o_flexgen.kernels.operands import Int8Weight
 from h2o_flexgen.kernels.rates import INT4, INT8
 from h2o_flexgen.kv_cache import CacheRule, FullCache, HeavyHitterCache, KVLayout
+from h2o_flexgen.kv_cache.layout import KVTensors
 from h2o_flexgen.kv_cache.rule import Rows
 from h2o_flexgen.machine import memory
 from h2o_flexgen.machine.device import Device, open_device
-from h2o_flexgen.machine.profile import GROUP, AttentionRates, Shape
+from h2o_flexgen.machine.profile import GROUP, AttentionRates, Profile, Shape
+from h2o_flexgen.models.registry import family, spec_of
+from h2o_flexgen.models.rope import Positions
 from h2o_flexgen.planning.workload import HEAD_ROWS
 
 #: the cache rules whose attention is measured, by name (`profile.RULES`)
@@ -34,6 +37,12 @@ MEASURED = {rule.name: rule for rule in (FullCache, HeavyHitterCache)}
 TINY_SHAPE: Shape = (64, 64)
 #: matmuls in a layer: four of attention, three of a gated MLP
 LAYER_MATMULS = 7
+#: how a LLaMA's config names the sizes of `SMALL_LAYER`
+CONFIG_SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+#: (hidden, inner, heads, KV heads, head size, rows) of the layer whose fixed cost is measured, and the tokens it has
+#: cached: as small as a model can be that is worth running
+SMALL_LAYER = (512, 1536, 8, 2, 64, 64)
+SMALL_CACHE = 128
 #: a matrix that is this many times taller than wide is a vocabulary head
 HEAD_RATIO = 16
 #: head sizes of attention, and elements in all heads together
@@ -79,9 +88,8 @@ CUDA = Scale(
 
 def measure_compute(device: Device, dtype: torch.dtype, scale: Scale) -> dict:
     """The fields of a `Profile` that describe compute."""
-    tiny = call_seconds(device, layer_call(device, dtype, TINY_SHAPE, 1, 0), scale, cold=True)
-    calls = [attention_call(device, dtype, "decode", smallest_attention(rule, scale)) for rule in MEASURED]
-    attention = [call_seconds(device, call, scale, cold=True) for call in calls]
+    weights = _weights(device, dtype, TINY_SHAPE, 0)
+    tiny = call_seconds(device, matmul_call(device, dtype, 1, TINY_SHAPE, weights), scale)
     phases = {"prefill": (device, scale), "decode": (device, scale)}
     if device.is_cuda:
         phases["cpu"] = (open_device("cpu"), Scale())
@@ -89,8 +97,8 @@ def measure_compute(device: Device, dtype: torch.dtype, scale: Scale) -> dict:
     for phase, (on, amount) in phases.items():
         rates[phase] = {rule: attention_rates(on, dtype, phase, rule, amount) for rule in MEASURED}
     return {
-        "step_seconds": tiny + max(attention),
-        "matmul": matmul_rates(device, dtype, scale, tiny / LAYER_MATMULS),
+        "step_seconds": call_seconds(device, small_layer(device, dtype), scale),
+        "matmul": matmul_rates(device, dtype, scale, tiny),
         "decode": {form.bits: decode_rate(device, dtype, form, scale) for form in (Int8(), Int4(64))},
         "unpack": {f.bits: decode_rate(device, dtype, f, scale, to_int8=True) for f in (GGUF["Q8_0"], Int4(64))},
         "attention": rates,
@@ -207,10 +215,45 @@ def _weights(
     return [weight() for _ in range(1 + _room(device, most_bytes) // nbytes)]
 
 
+# a layer
+
+
 def layer_call(device: Device, dtype: torch.dtype, shape: Shape, rows: int, weight_bytes: int) -> Callable[[], object]:
     """The matmuls of one layer."""
     call = matmul_call(device, dtype, rows, shape, _weights(device, dtype, shape, weight_bytes))
     return lambda: [call() for _ in range(LAYER_MATMULS)]
+
+
+def small_layer(device: Device, dtype: torch.dtype) -> Callable[[], object]:
+    """A decode step of one layer of a small LLaMA."""
+    hidden, inner, heads, kv_heads, head_dim, rows = SMALL_LAYER
+    config = dict(zip(CONFIG_SIZES, (hidden, inner, heads, kv_heads, head_dim)), rms_norm_eps=1e-5)
+    config |= {"model_type": "llama", "num_hidden_layers": 1, "vocab_size": hidden, "max_position_embeddings": 2048}
+    spec = spec_of(config, "the layer that is measured")
+    _, layer, _ = family("llama").tensors(spec)
+    w = {name: torch.full(shape, 0.01).to(device.torch_device, dtype) for name, (_, shape) in layer.streamed.items()}
+    w = {name: pack(x) if x.dim() > 1 and not device.is_cuda and packs(dtype) else x for name, x in w.items()}
+    case = Attention("full", rows, kv_heads, head_dim, SMALL_CACHE)
+    cache = filled_cache(device, dtype, case)
+    lengths = torch.full((rows,), SMALL_CACHE)
+    positions = Positions(lengths, lengths + 1)
+    x = torch.randn(rows, hidden).to(device.torch_device, dtype)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        context, _ = case.rule.decode(cache, *(x[:, :, None] for x in (q, k, v)), Rows.steps(lengths, lengths))
+        return context[:, :, 0]
+
+    return lambda: family("llama").block(spec, w, x, positions, attend)
+
+
+def known_seconds(profile: Profile) -> float:
+    """What matmuls and attention of the small layer should take by the other rates of a profile."""
+    hidden, inner, heads, kv_heads, head_dim, rows = SMALL_LAYER
+    matmuls = [(heads * head_dim, hidden)] + 2 * [(kv_heads * head_dim, hidden)] + [(hidden, heads * head_dim)]
+    matmuls += 2 * [(inner, hidden)] + [(hidden, inner)]
+    seconds = sum(profile.matmul_seconds(shape, rows, resident=True) for shape in matmuls)
+    nbytes = 2 * SMALL_CACHE * kv_heads * head_dim * getattr(torch, profile.dtype).itemsize
+    return seconds + rows * profile.attention["decode"]["full"].seconds(nbytes, kv_heads, head_dim, heads // kv_heads)
 
 
 # attention
@@ -277,22 +320,28 @@ def attention_rates(device: Device, dtype: torch.dtype, phase: str, rule: str, s
     return AttentionRates(rates, constant, grouped)
 
 
+def filled_cache(device: Device, dtype: torch.dtype, case: Attention) -> KVTensors:
+    layout = case.layout(dtype)
+    kv = layout.view(device.buffer(layout.kv_bytes), device.buffer(layout.meta_bytes))
+    for x in (*kv.k, *kv.v):
+        x.fill_(0.5)
+    if case.rule.metadata:
+        kv.score.uniform_()
+        kv.position.copy_(torch.arange(layout.slots).expand(kv.position.shape))
+    return kv
+
+
 def attention_call(device: Device, dtype: torch.dtype, phase: str, case: Attention) -> Callable[[], object]:
     """Attention over prompts, of tensors laid out as by the matmuls, or of one token over a full cache."""
     layout = case.layout(dtype)
     rule = case.rule
     tokens = case.tokens if phase == "prefill" else 1
-    kv = layout.view(device.buffer(layout.kv_bytes), device.buffer(layout.meta_bytes))
+    kv = filled_cache(device, dtype, case)
     shapes = [(case.batch, tokens, heads, case.head_dim) for heads in (case.heads * case.group, case.heads, case.heads)]
     q, k, v = (torch.randn(shape, device=device.torch_device).to(dtype).transpose(1, 2) for shape in shapes)
     if phase == "prefill":
         rows = Rows.prompts(torch.full((case.batch,), tokens))
         return lambda: rule.prefill(kv, q, k, v, rows)
-    for x in (*kv.k, *kv.v):
-        x.fill_(0.5)
-    if rule.metadata:
-        kv.score.uniform_()
-        kv.position.copy_(torch.arange(layout.slots).expand(kv.position.shape))
     lengths = torch.full((case.batch,), 4 * layout.slots if layout.growth == "fixed" else layout.slots - 1)
     rows = Rows.steps(lengths, lengths)
     return lambda: rule.decode(kv, q, k, v, rows)

@@ -21,7 +21,7 @@ from h2o_flexgen.kernels.rates import KernelRates
 from h2o_flexgen.machine import memory
 from h2o_flexgen.machine.device import Device, open_device
 from h2o_flexgen.machine.profile import Profile
-from h2o_flexgen.profiling.compute import CUDA, Scale, measure_compute
+from h2o_flexgen.profiling.compute import CUDA, Scale, known_seconds, measure_compute, remainder
 from h2o_flexgen.profiling.links import measure_links
 from h2o_flexgen.profiling.machine import CROWDED, crowding, keep, kept_file, mount_point, read_kept, scheduled, stamp
 from h2o_flexgen.storage.disk import default_root
@@ -136,6 +136,7 @@ def measure(
         crowded=crowding(before, scheduled()),
         kernels=None if device.is_cuda or dtype == torch.float32 else linear.rates(),
     )
+    profile = replace(profile, step_seconds=remainder(profile.step_seconds, known_seconds(profile)))
     if profile.crowded > CROWDED:
         log.warning(
             "other programs kept this one waiting for a CPU core %.0f%% of the time while the machine was measured: "

@@ -67,9 +67,10 @@ def test_a_larger_job_never_needs_less(sizes, name, percent, rule, workload, siz
         return needs(llm, Policy(size, batches, percent, overlap), Workload((P,) * n, gen), rule)
 
     base = at()
+    one_batch = at(n=min(n, size))  # a second, smaller batch would change which blocks a fraction of them are
     full_block = at(n=2 * size * batches)  # otherwise more prompts could fill only part of a larger block
     larger = {
-        "prompts": (base, at(n=n + 7)),
+        "prompts": (one_batch, at(n=size)),
         "output": (base, at(gen=gen + 50)),
         "batch": (full_block, at(size=size + 3, n=10_000)),
         "batches": (full_block, at(batches=batches + 1, n=10_000)),
