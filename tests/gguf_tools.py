@@ -8,14 +8,18 @@ import gguf
 import numpy as np
 import torch
 import zoo
+from format_tools import random_blocks, set_half
 from gguf import GGMLQuantizationType as Type
 from safetensors.torch import load_file
 
+from h2o_flexgen.formats import GGUF
+
 
 def write_gguf(
-    path: Path, tiny: zoo.Tiny, kind: Type = Type.F32, arch: str = "llama", endianess=None, **metadata
+    path: Path, tiny: zoo.Tiny, kind: Type = Type.F32, arch: str = "llama", endianess=None, others=None, **metadata
 ) -> Path:
-    """A checkpoint as llama.cpp's converter writes it: matrices in `kind`, vectors in fp32."""
+    """A checkpoint as llama.cpp's converter writes it: matrices in `kind`, vectors in fp32. `others`: {end of a
+    module's name: type} of matrices in other types."""
     config = tiny.hf.config
     writer = gguf.GGUFWriter(path, arch, endianess=endianess or gguf.GGUFEndian.LITTLE)
     # transformers 4 has no `rope_parameters`
@@ -42,8 +46,10 @@ def write_gguf(
     for name, tensor in load_file(tiny.folder / "model.safetensors").items():
         module, _, part = name.rpartition(".")
         data = in_llama_cpps_order(module, tensor, config, arch).float().numpy()
-        stored = kind if data.ndim > 1 else Type.F32
-        writer.add_tensor(f"{names.get_name(module)}.{part}", gguf.quantize(data, stored), raw_dtype=stored)
+        stored = Type.F32
+        if data.ndim > 1:
+            stored = next((other for ending, other in (others or {}).items() if module.endswith(ending)), kind)
+        writer.add_tensor(f"{names.get_name(module)}.{part}", quantised(data, stored), raw_dtype=stored)
     if rope["rope_type"] == "llama3":  # its frequencies are a tensor
         plain = rope["rope_theta"] ** (-torch.arange(0, head_dim, 2) / head_dim)
         writer.add_tensor("rope_freqs.weight", (plain / tiny.hf.base_model.rotary_emb.inv_freq).numpy())
@@ -57,6 +63,21 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def quantised(data: np.ndarray, kind: Type) -> np.ndarray:
+    """A matrix in `kind`. The package cannot quantise to all types: in those the numbers are random, of the same size."""
+    try:
+        return gguf.quantize(data, kind)
+    except NotImplementedError:
+        form = GGUF[kind.name]
+        raw = random_blocks(form, data.shape)
+        decoded = gguf.dequantize(raw.flatten(1).numpy(), kind)
+        for at in {form.layout.scale_at, form.layout.minimum_at} - {None}:
+            set_half(
+                raw, at, raw[..., at : at + 2].contiguous().view(torch.float16)[..., 0] * data.std() / decoded.std()
+            )
+        return raw.flatten(1).numpy()
 
 
 def in_llama_cpps_order(module: str, tensor, config, arch: str):

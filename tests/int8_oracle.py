@@ -48,28 +48,30 @@ def int8_linear(x: Tensor, w: Tensor, b: Tensor | None, times: float, few: int, 
     return torch.stack(out).view(*x.shape[:-1], -1).to(x.dtype)
 
 
-def whole(scale: Tensor, minimum: Tensor, segment: int, largest: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Scales and minima (O, G) of codes of 4 bits in whole numbers, and what 1 stands for in each (O, G): of `segment`
-    groups together the largest absolute value that their codes can stand for is `largest`. Minima are such that the
-    middle of the codes, 7.5, is nearest to what it was."""
+def whole(scale: Tensor, minimum: Tensor, most: int, segment: int, largest: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Scales and minima (O, G) of codes from 0 to `most` in whole numbers, and what 1 stands for in each (O, G): of
+    `segment` groups together the largest absolute value that their codes can stand for is `largest`. Minima are such
+    that the middle of the codes is nearest to what it was."""
     found = []
     for s, m in zip(scale.split(segment, dim=1), minimum.split(segment, dim=1)):
-        most = torch.maximum(m.abs(), (m + 15 * s).abs()).amax(dim=1, keepdim=True)
-        factor = torch.full_like(most, largest).div(most.clamp(min=1e-30))
+        highest = torch.maximum(m.abs(), (m + most * s).abs()).amax(dim=1, keepdim=True)
+        factor = torch.full_like(highest, largest).div(highest.clamp(min=1e-30))
         rounded = torch.round(s * factor)
-        middle = m * factor + 7.5 * (s * factor - rounded)
-        found.append((rounded, torch.round(middle), (most / largest).expand(s.shape)))
+        middle = m * factor + most / 2 * (s * factor - rounded)
+        found.append((rounded, torch.round(middle), (highest / largest).expand(s.shape)))
     return tuple(torch.cat(each, dim=1) for each in zip(*found))
 
 
 def in_blocks(weight) -> Tensor:
-    """What a quantised matrix (O, I) in blocks of 4 bits is in matmuls, in fp64: 2,048 inputs have scales together."""
+    """What a quantised matrix (O, I) in blocks is in matmuls, in fp64: 2,048 inputs have scales together."""
     out, width = weight.shape
-    codes = weight.format.codes(weight.raw, weight.shape, 0, out)
-    scale, minimum, ones = whole(codes.scale, codes.minimum, 2048 // weight.format.group, 8000)
-    halves = codes.codes.view(*codes.scale.shape, -1)[..., codes.first :]
-    both = torch.cat([halves & 15, halves >> 4], dim=-1).double()
-    found = ((both * scale[..., None] + minimum[..., None]) * ones[..., None].double()).view(out, width)
+    layout = weight.format.layout
+    lowest, highest = layout.codes.bounds
+    raw = weight.raw.view(out, -1, layout.nbytes)
+    scale, minimum = layout.scales_and_minima(raw)
+    scale, minimum, ones = whole(scale, minimum + lowest * scale, highest - lowest, 2048 // layout.group, 8000)
+    codes = layout.codes.read(raw, layout.run).reshape(*scale.shape, -1).double() - lowest
+    found = ((codes * scale[..., None] + minimum[..., None]) * ones[..., None].double()).view(out, width)
     return torch.empty_like(found).index_copy_(0, weight.order, found)
 
 

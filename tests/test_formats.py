@@ -8,15 +8,17 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from format_tools import random_blocks, set_half
 
 from h2o_flexgen.compiled import threads
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.formats import GGUF, Blocks, Dense, Int4, Int8
+from h2o_flexgen.formats import GGUF, Codes8, Dense, Int4, Int8
 from h2o_flexgen.formats import matrix as matrix_module
 from h2o_flexgen.formats.forms import compressed
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 SHAPE = (24, 192)
+WIDE = (24, 512)  # of blocks of 256 elements
 
 
 @pytest.fixture(params=["numba", "torch"])
@@ -85,30 +87,36 @@ def test_int4_has_a_scale_and_a_minimum_per_group(decoder, dtype, group):
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("name", GGUF)
 def test_a_gguf_type_decodes_as_in_the_package(decoder, name, dtype):
-    raw = gguf.quantize(matrix().numpy(), gguf.GGMLQuantizationType[name])
-    expected = torch.from_numpy(gguf.dequantize(raw, gguf.GGMLQuantizationType[name]))
-    assert GGUF[name].nbytes(SHAPE) == raw.nbytes
-    assert torch.equal(decoded(GGUF[name], torch.from_numpy(raw).view(-1), dtype=dtype), expected.to(dtype))
+    raw = random_blocks(GGUF[name], WIDE)
+    expected = torch.from_numpy(gguf.dequantize(raw.flatten(1).numpy(), gguf.GGMLQuantizationType[name]))
+    assert GGUF[name].nbytes(WIDE) == raw.nbytes
+    assert torch.equal(decoded(GGUF[name], raw.view(-1), WIDE, dtype), expected.to(dtype))
+
+
+@pytest.mark.parametrize("name", ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
+def test_weights_that_the_package_encodes_come_close(name):
+    raw = torch.from_numpy(gguf.quantize(matrix().numpy(), gguf.GGMLQuantizationType[name]))
+    assert (decoded(GGUF[name], raw.view(-1)) - matrix()).abs().max() < 0.3
 
 
 @pytest.mark.parametrize("form", [Int8(), Int4(32), *GGUF.values()], ids=lambda form: form.name)
 def test_rows_can_be_decoded_alone(decoder, form):
-    raw = torch.randint(0, 60, (form.nbytes(SHAPE),), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    tensor, whole = form.view(raw, SHAPE), decoded(form, raw)
-    part = torch.empty(7, SHAPE[1])
+    raw = torch.randint(0, 60, (form.nbytes(WIDE),), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    tensor, whole = form.view(raw, WIDE), decoded(form, raw, WIDE)
+    part = torch.empty(7, WIDE[1])
     tensor.decode(part, 11)
     assert torch.equal(part, whole[11:18])
     ids = torch.tensor([4, 0, 23, 4])
-    part = torch.empty(4, SHAPE[1])
+    part = torch.empty(4, WIDE[1])
     tensor.take(ids).decode(part)
     assert torch.equal(part, whole[ids])
 
 
-@pytest.mark.parametrize("name", GGUF)
+@pytest.mark.parametrize("name", ["Q8_0", "Q4_1", "Q6_K"])
 def test_rows_of_heads_are_reordered(decoder, name):
-    raw = torch.randint(0, 60, (GGUF[name].nbytes(SHAPE),), dtype=torch.uint8)
-    whole, reordered = decoded(GGUF[name], raw), decoded(replace(GGUF[name], heads=3), raw)
-    assert torch.equal(reordered, whole.view(3, 4, 2, -1).transpose(1, 2).reshape(SHAPE))
+    raw = torch.randint(0, 60, (GGUF[name].nbytes(WIDE),), dtype=torch.uint8)
+    whole, reordered = decoded(GGUF[name], raw, WIDE), decoded(replace(GGUF[name], heads=3), raw, WIDE)
+    assert torch.equal(reordered, whole.view(3, 4, 2, -1).transpose(1, 2).reshape(WIDE))
 
 
 def test_threads_share_the_rows_of_a_large_matrix(monkeypatch):
@@ -120,15 +128,17 @@ def test_threads_share_the_rows_of_a_large_matrix(monkeypatch):
 
 @pytest.mark.parametrize("form", [Dense(torch.bfloat16), Int8(), Int4(64), *GGUF.values()], ids=lambda form: form.name)
 def test_the_arrays_of_a_tensor_cover_its_bytes(form):
-    arrays = form.arrays(SHAPE)
-    ends = [offset + SHAPE[0] * size for offset, size in arrays]
-    assert [offset for offset, _ in arrays] == [0, *ends[:-1]] and ends[-1] == form.nbytes(SHAPE)
+    arrays = form.arrays(WIDE)
+    ends = [offset + WIDE[0] * size for offset, size in arrays]
+    assert [offset for offset, _ in arrays] == [0, *ends[:-1]] and ends[-1] == form.nbytes(WIDE)
 
 
 def test_bits_per_element():
     shape = (64, 4096)
     bits = {form.name: 8 * form.nbytes(shape) / (64 * 4096) for form in (Int8(), *GGUF.values())}
-    assert bits == {"int8": 8 + 32 / 4096, "Q8_0": 8.5, "Q4_0": 4.5, "Q4_1": 5.0}
+    assert bits.pop("int8") == 8 + 32 / 4096
+    assert bits == {name: form.bits for name, form in GGUF.items()}
+    assert (bits["Q8_0"], bits["Q4_K"], bits["Q6_K"], bits["MXFP4"]) == (8.5, 4.5, 6.5625, 4.25)
     assert [8 * Int4(group).nbytes(shape) / (64 * 4096) for group in (64, 32)] == [4.5, 5.0]
 
 
@@ -156,59 +166,57 @@ def test_a_compression_that_does_not_fit_the_model_is_an_error():
         compressed("int2", LAYERS)
 
 
-@pytest.mark.parametrize("form", [Int4(32), Int4(64), *GGUF.values()], ids=lambda form: f"{form.name}-{form.group}")
-@pytest.mark.parametrize("heads", [0, 3])
+CONVERTED = [(form, 0) for form in (Int4(32), Int4(64), *GGUF.values())] + [(GGUF["Q4_0"], 3), (GGUF["Q6_K"], 3)]
+
+
+@pytest.mark.parametrize("form, heads", CONVERTED, ids=lambda value: str(getattr(value, "name", value)))
 def test_conversion_to_int8_gives_every_row_one_scale(decoder, form, heads):
-    form, (rows, width) = replace(form, heads=heads), SHAPE
-    raw = torch.randint(0, 256, (form.nbytes(SHAPE),), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    blocks = raw.view(rows, width // form.group, -1)
-    blocks[..., 1] = blocks[..., 1] % 16 + 32  # a scale in fp16 that is neither huge nor infinite
-    if form.has_minimum:
-        blocks[..., 3] = blocks[..., 3] % 16 + 160
-    # every group has its largest code, and in 4 bits its smallest one, as rounding makes them
-    blocks[..., form._head] = 0xF0 if form.bits == 4 else 127
-    if form.bits == 8:
-        blocks[blocks == 128] = 129
-    matrix = form.view(raw, SHAPE)
-    floats, found = torch.empty(SHAPE), Int8().view(torch.zeros(Int8().nbytes(SHAPE), dtype=torch.uint8), SHAPE)
+    matrix = replace(form, heads=heads).view(random_blocks(form, WIDE).view(-1), WIDE)
+    if form.layout.codes.is_signed:
+        matrix.raw[matrix.raw == 128] = 129
+    floats = torch.empty(WIDE)
+    found = Int8().view(torch.zeros(Int8().nbytes(WIDE), dtype=torch.uint8), WIDE)
     matrix.decode(floats)
     matrix.to_int8(found)
-    codes, scale = Int8().parts(found.raw, SHAPE)
-    torch.testing.assert_close(scale, floats.abs().amax(dim=1) / 127)
+    codes, scale = Int8().parts(found.raw, WIDE)
+    possible = form.codes(matrix.raw, WIDE, 0, WIDE[0]).largest[matrix.order.argsort()]
+    torch.testing.assert_close(scale, possible / 127)
+    assert (floats.abs().amax(dim=1) <= 127.001 * scale).all()
     assert (codes - floats / scale[:, None]).abs().max() < 0.5001
     if not heads:  # some rows alone
-        part = Int8().view(torch.zeros(Int8().nbytes((5, width)), dtype=torch.uint8), (5, width))
+        part = Int8().view(torch.zeros(Int8().nbytes((5, WIDE[1])), dtype=torch.uint8), (5, WIDE[1]))
         matrix.decode_into(part, 3)
         for found, expected in zip(Int8().parts(part.raw, part.shape), (codes, scale)):
             assert torch.equal(found, expected[3:8])
 
 
-@pytest.mark.parametrize("form, largest", [(GGUF["Q8_0"], 127), (GGUF["Q4_0"], 8), (GGUF["Q4_1"], 16)])
-def test_the_scale_of_a_row_depends_on_the_possible_codes(decoder, form, largest):
+@pytest.mark.parametrize(
+    "name, lowest, highest", [("Q8_0", -127, 127), ("Q4_0", -8, 7), ("Q4_1", 1, 16), ("Q5_0", -16, 15)]
+)
+def test_the_scale_of_a_row_depends_on_the_possible_codes(decoder, name, lowest, highest):
     """Not on the actual ones, which would take another pass over them."""
+    form = GGUF[name]
     shape = (2, 64)
-    raw = torch.zeros(2, 2, form._block, dtype=torch.uint8)
-    raw[..., :2] = torch.tensor([1.0, 0.5], dtype=torch.float16).view(torch.uint8).view(2, 1, 2)
-    if form.has_minimum:
-        raw[..., 2:4] = torch.ones(1, dtype=torch.float16).view(torch.uint8)
+    raw = torch.zeros(2, 2, form.layout.nbytes, dtype=torch.uint8)
+    set_half(raw, form.layout.scale_at, 1.0)
+    if form.layout.minimum_at is not None:
+        set_half(raw, form.layout.minimum_at, 1.0)
     out = Int8().view(torch.empty(Int8().nbytes(shape), dtype=torch.uint8), shape)
     form.view(raw.view(-1), shape).to_int8(out)
-    minimum = 1 if form.has_minimum else 0
-    expected = [largest, (largest - minimum) / 2 + minimum]
-    assert torch.equal(Int8().parts(out.raw, shape)[1], torch.tensor(expected) / 127)
+    assert torch.equal(Int8().parts(out.raw, shape)[1], torch.full((2,), max(-lowest, highest)) / 127)
 
 
 def test_weights_that_are_not_finite_remain_so_in_int8(decoder):
     form, shape = GGUF["Q4_0"], (2, 64)
-    raw = torch.zeros(2, 2, form._block, dtype=torch.uint8)
-    raw[1, 0, :2] = torch.tensor([float("nan")], dtype=torch.float16).view(torch.uint8)
+    raw = torch.zeros(2, 2, form.layout.nbytes, dtype=torch.uint8)
+    set_half(raw[1:, :1], 0, float("nan"))
     out = Int8().view(torch.empty(Int8().nbytes(shape), dtype=torch.uint8), shape)
     form.view(raw.view(-1), shape).to_int8(out)
     assert Int8().parts(out.raw, shape)[1].isfinite().tolist() == [True, False]
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("form", [Blocks("int8", 8, 64, False), Int4(64), Int4(32)], ids=["int8", "int4", "int4 of 32"])
+@pytest.mark.parametrize("form", [Codes8(64), Int4(64), Int4(32)], ids=["int8", "int4", "int4 of 32"])
 def test_compiled_loops_encode_as_torch_does(monkeypatch, form, dtype):
     pytest.importorskip("numba")
     x = torch.randn(4000, 64, generator=torch.Generator().manual_seed(2)) * torch.logspace(-9, 4, 4000)[:, None]

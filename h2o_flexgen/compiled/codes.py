@@ -1,4 +1,4 @@
-"""Codes of 8 and 4 bits to floats and back."""
+"""Floats to codes of 8 and 4 bits; `blocks.py` is the way back."""
 
 from __future__ import annotations
 
@@ -6,76 +6,6 @@ import numpy as np
 from numba import njit
 
 from h2o_flexgen.compiled.floats import U, bits_of, element, float_of, from_bits
-
-# codes to floats, and to other codes
-
-
-@njit(nogil=True, inline="always")
-def _decode_row(codes, scale, minimum, factor, first, out):
-    """(code * scale + minimum) * factor of each element; arguments as in `to_floats`, of one row."""
-    groups = U(len(scale))
-    size = U(len(out)) // groups
-    step = U(len(codes)) // groups
-    nbytes = step - U(first)
-    for g in range(groups):
-        s = scale[g]
-        m = minimum[g]
-        at = g * step + U(first)
-        low = g * size
-        if nbytes < size:
-            high = low + nbytes
-            for i in range(nbytes):
-                out[low + i] = element((np.float32(codes[at + i] & np.uint8(15)) * s + m) * factor, out)
-            for i in range(nbytes):
-                out[high + i] = element((np.float32(codes[at + i] >> np.uint8(4)) * s + m) * factor, out)
-        else:
-            for i in range(size):
-                out[low + i] = element((np.float32(codes[at + i]) * s + m) * factor, out)
-
-
-@njit(nogil=True, cache=True)
-def to_floats(codes, scale, minimum, order, first, out):
-    """Write code * scale + minimum for R rows of G groups.
-
-    Args:
-        codes: (R, bytes of a row); int8, or uint8 with two codes of 4 bits each, where the first half of a group is in
-            the lower 4 bits.
-        scale, minimum: (R, G), float32.
-        order: (R,), the row of `out` that each becomes.
-        first: bytes of a group before its codes.
-        out: (rows, width), floats.
-    """
-    for r in range(len(codes)):
-        _decode_row(codes[r], scale[r], minimum[r], np.float32(1), first, out[order[r]])
-
-
-@njit(nogil=True, cache=True)
-def to_int8(codes, scale, minimum, order, first, out, out_scale):
-    """As `to_floats`, but to symmetric codes of 8 bits, `out` (rows, width) int8, with one scale a row, `out_scale`
-    (rows,) float32: 127 stands for the largest number that the codes of any of its groups can stand for
-    (`formats.codes.Codes.largest`)."""
-    is_packed = codes.shape[1] - first * scale.shape[1] < out.shape[1]
-    highest = np.float32(15 if is_packed else 127)
-    for r in range(len(codes)):
-        most = np.uint32(0)
-        for g in range(scale.shape[1]):
-            lowest = minimum[r, g]
-            most = max(most, max(bits_of(abs(lowest)), bits_of(abs(highest * scale[r, g] + lowest))))
-        largest = from_bits(most)
-        out_scale[order[r]] = largest / np.float32(127)
-        factor = np.float32(127) / max(largest, np.float32(1e-30))
-        _decode_row(codes[r], scale[r], minimum[r], factor, first, out[order[r]])
-
-
-@njit(nogil=True, cache=True)
-def scales(halves, begin, end, has_minimum, centre, scale, minimum):
-    """Write the scales and minima, both (R, G) float32, of rows `begin` to `end` of `halves`, (R, G, bytes / 2) fp16,
-    which are blocks (`formats.Blocks`). If these have no minimum, it is the scale times `centre`."""
-    for r in range(begin, end):
-        for g in range(scale.shape[1]):
-            scale[r, g] = float_of(halves[r, g, 0])
-            minimum[r, g] = float_of(halves[r, g, 1]) if has_minimum else scale[r, g] * centre
-
 
 # floats to codes
 

@@ -1,4 +1,4 @@
-"""LLVM IR that matmuls (`tiles.py`, `tiles4.py`) and attention share: CPU features, loops and vectors.
+"""LLVM IR that matmuls (`tiles.py`, `block_tiles.py`) and attention share: CPU features, loops and vectors.
 
 Numba's cache goes by the date of a loop's own file: after a change here, touch the files that use it.
 """

@@ -58,7 +58,7 @@ def compiled():
         if machine() == "x86_64" and not get_host_cpu_features().get("f16c"):
             return None
         from h2o_flexgen import compiled
-        from h2o_flexgen.compiled import attention, codes, rowwise, tiles, tiles4  # noqa: F401, attributes of `compiled`
+        from h2o_flexgen.compiled import attention, block_tiles, blocks, codes, rowwise, tiles  # noqa: F401
     except (ImportError, RuntimeError):
         return None
     return compiled

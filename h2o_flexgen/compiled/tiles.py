@@ -125,7 +125,7 @@ def _tile_of_one(_, x, weight, sums, r, o, at):
     return types.void(x, weight, sums, *[types.int64] * 3), _build(x, 1)
 
 
-# inlined in `tiles4.multiply`, too: after a change here, touch that file, by whose date numba's cache goes
+# inlined in `block_tiles.multiply`, too: after a change here, touch that file, by whose date numba's cache goes
 @njit(nogil=True, inline="always")
 def finish_row(total, n, columns, at, kept, r, outputs, first):
     """Compute n outputs of row r, from `first` on. `total` (n or more,) holds scale * (codes @ weight.T), and `columns`

@@ -1,17 +1,20 @@
-"""Codes of 8 and 4 bits with scales and minima, to floats and to int8: by compiled loops on a CPU, elsewhere by torch's
-operators. Their layout in bytes is up to each format."""
+"""Codes with scales and minima, to floats and to int8: by compiled loops on a CPU, elsewhere by torch's operators."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from h2o_flexgen.compiled.threads import compiled, float_array, in_threads
+from h2o_flexgen.formats.layout import Bits, Layout, Numbers
 
 #: codes in int8 go from -127 to 127
 MOST = 127
+#: codes of 8 bits without blocks
+PLAIN = Layout(1, 1, Numbers(((Bits(0),),), is_signed=True), 1, 0)
 #: rows whose largest element is below this count as 0
 LEAST = 1e-30
 
@@ -19,29 +22,40 @@ LEAST = 1e-30
 class Codes(NamedTuple):
     """A matrix of R rows with G groups each, as a decoder reads it."""
 
-    codes: Tensor  # (R, bytes of a row); int8, or uint8 with two codes per byte
+    raw: Tensor  # (R, bytes of a row): blocks in uint8, or codes in int8
     scale: Tensor  # (R, G), fp32
     minimum: Tensor  # (R, G), fp32
-    first: int  # the bytes of a group before its codes
+    layout: Layout | None = None  # of the blocks
+
+    @property
+    def width(self) -> int:
+        """Elements of a row."""
+        blocks = self.layout and self.raw.shape[1] // self.layout.nbytes
+        return self.raw.shape[1] if blocks is None else blocks * self.layout.size
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """What the values of codes are between."""
+        return (-MOST, MOST) if self.layout is None else self.layout.bounds
 
     @property
     def largest(self) -> Tensor:
         """(R,): the largest absolute value that the codes of a row can stand for."""
-        most = MOST if self.codes.dtype == torch.int8 else 15
-        return torch.maximum(self.minimum.abs(), (most * self.scale + self.minimum).abs()).amax(dim=1)
+        ends = [(end * self.scale + self.minimum).abs() for end in self.bounds]
+        return torch.maximum(*ends).amax(dim=1)
 
     def decode(self, out: Tensor) -> None:
         """Write the floats into `out` (R, I), of any float type, on the same device, by torch's operators."""
-        rows, groups = self.scale.shape
-        q = self.codes.view(rows, groups, -1)[..., self.first :]
-        out = out.view(rows, groups, -1)
-        parts = (q,) if q.dtype == torch.int8 else (q & 15, q >> 4)
-        for part, target in zip(parts, out.chunk(len(parts), -1)):
-            torch.add(part * self.scale[..., None], self.minimum[..., None], out=target)
+        q = self.raw
+        if self.layout is not None:
+            blocks = q.unflatten(1, (-1, self.layout.nbytes))
+            q = self.layout.values(blocks).flatten(1)
+        q = q.unflatten(1, (self.scale.shape[1], -1))
+        torch.add(q * self.scale[..., None], self.minimum[..., None], out=out.view(q.shape))
 
     def decode_by_loops(self, order: Tensor, out: Tensor) -> None:
         """Write the floats into the rows `order` of `out`, of any float type, by compiled loops."""
-        self._in_loops(compiled().codes.to_floats, order, float_array(out))
+        self._in_loops(compiled().blocks.to_floats, order, float_array(out))
 
     def to_int8(self, order: Tensor, codes: Tensor, scale: Tensor) -> None:
         """Write the matrix into the rows `order` of codes (O, I) in int8, with one scale per row (O,), by torch's
@@ -49,21 +63,22 @@ class Codes(NamedTuple):
         does."""
         order = order.to(scale.device)
         largest = self.largest
-        wide = torch.empty(len(order), codes.shape[1], device=scale.device)
+        wide = torch.empty(len(order), self.width, device=scale.device)
         self.decode(wide)
         codes[order] = wide.mul_(_factor(largest)[:, None]).round_().to(torch.int8)
         scale[order] = largest / MOST
 
     def to_int8_by_loops(self, order: Tensor, codes: Tensor, scale: Tensor) -> None:
         """The same by compiled loops."""
-        self._in_loops(compiled().codes.to_int8, order, codes.numpy(), scale.numpy())
+        self._in_loops(compiled().blocks.to_int8, order, codes.numpy(), scale.numpy(), *map(np.float32, self.bounds))
 
     def _in_loops(self, kernel, order: Tensor, *targets) -> None:
         """Run a compiled loop over rows, in all threads."""
-        arrays = [x.contiguous().numpy() for x in (self.codes, self.scale, self.minimum, order)]
+        arrays = [x.contiguous().numpy() for x in (self.raw.view(torch.uint8), self.scale, self.minimum, order)]
+        layout = (self.layout or PLAIN).arrays
 
         def part(begin: int, end: int) -> None:
-            kernel(*(x[begin:end] for x in arrays), self.first, *targets)
+            kernel(*(x[begin:end] for x in arrays), layout, *targets)
 
         in_threads(part, len(order), len(order) * targets[0].shape[1])
 

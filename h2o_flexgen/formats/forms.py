@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.formats import Blocks, Dense, Format, Int4, Int8, KVFormat, Shape
+from h2o_flexgen.formats import Codes8, Dense, Format, Int4, Int8, KVFormat, Shape
 
 #: group sizes of `Int4`, the best first: larger groups take fewer bytes
 GROUPS = (64, 32)
@@ -73,7 +73,7 @@ def cache_format(kind: str | None, dtype: torch.dtype, head_dim: int) -> KVForma
         raise UserError(
             f"`compress_cache` {kind} is for head sizes that {divisor} divides, not {head_dim}: leave it out{other}"
         )
-    eight = Blocks("int8", 8, head_dim, False)
+    eight = Codes8(head_dim)
     return KVFormat(eight, eight if kind == "int8" else Int4(head_dim))
 
 

@@ -30,7 +30,7 @@ class Int8(Format):
 
     def codes(self, buffer: Tensor, shape: Shape, begin: int, end: int) -> Codes:
         codes, scale = (x[begin:end] for x in self.parts(buffer, shape))
-        return Codes(codes, scale[:, None], torch.zeros_like(scale)[:, None], 0)
+        return Codes(codes, scale[:, None], torch.zeros_like(scale)[:, None])
 
     def encode(self, tensor: Tensor, buffer: Tensor) -> None:
         codes, scale = self.parts(buffer, tuple(tensor.shape))

@@ -61,10 +61,10 @@ class Quantised:
         rows = [self.raw[at : at + self.shape[0] * size].view(-1, size)[ids] for at, size in arrays]
         return Quantised(self.format, torch.cat([x.view(-1) for x in rows]), (len(ids), self.shape[1]))
 
-    def blocks(self) -> tuple:
-        """A matrix in blocks of 4 bits on the CPU, as `tiles4.Blocks` in a plain tuple."""
+    def blocks(self) -> tuple[tuple, tuple]:
+        """A matrix that matmuls read as stored, on the CPU: `block_tiles.Blocks` and its layout in plain tuples."""
         raw = self.raw.view(self.shape[0], -1).numpy()
-        return raw, raw.view(np.int16), stored_rows(self.shape[0], self.format.heads), *self.format.layout
+        return (raw, stored_rows(self.shape[0], self.format.heads), *self.format.tile), self.format.layout.arrays
 
     def is_finite(self) -> bool:
         parts = self._parts(0, self.shape[0], BUFFERED_PART)

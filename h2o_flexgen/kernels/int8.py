@@ -190,7 +190,7 @@ class Packed(Kernel):
 
 class Tiled(Kernel):
     """Loops compiled for this CPU, which read W in its stored layout and scale sums while these are in the CPU's cache:
-    `tiles` for 8 bits, `tiles4` for blocks of 4 bits, which round elements less than codes of 8 bits with one scale per
+    `tiles` for 8 bits, `block_tiles` for blocks, which round elements less than codes of 8 bits with one scale per
     row do."""
 
     def accepts(self, weight: Weight) -> bool:
@@ -198,8 +198,8 @@ class Tiled(Kernel):
 
     def run(self, x: Int8Activations, products: list[Product]) -> None:
         """The threads share the outputs of all products, TILE_OUT at a time."""
-        groups = {weight.format.group for weight, _, _ in products if isinstance(weight, Quantised)}
-        in_order = {group: x.for_blocks(group) for group in groups}
+        sizes = {weight.format.chunk for weight, _, _ in products if isinstance(weight, Quantised)}
+        in_order = {size: x.for_blocks(size) for size in sizes}
         loops = [self._loop(x, product, in_order) for product in products]
         outs = [float_array(product.out) for product in products]
         tall = compiled().tiles.TILE_OUT
@@ -215,12 +215,12 @@ class Tiled(Kernel):
         in_threads(part, ends[-1], x.codes.numel() * ends[-1] * tall // PRODUCTS)
 
     def _loop(self, x: Int8Activations, product: Product, in_order: dict) -> Callable:
-        """A loop (begin, end, out) over some of the outputs. `in_order`: {group: x for blocks of that size}."""
+        """A loop (begin, end, out) over some of the outputs. `in_order`: {size: x for chunks of that size}."""
         weight, bias, _ = product
         bias = _fp32(bias, weight)
         if isinstance(weight, Quantised):
-            codes = in_order[weight.format.group]
-            return partial(compiled().tiles4.multiply, *codes, x.row_floats, weight.blocks(), bias)
+            codes = in_order[weight.format.chunk]
+            return partial(compiled().block_tiles.multiply, *codes, x.row_floats, *weight.blocks(), bias)
         arrays = [t.numpy() for t in (weight.codes.contiguous(), weight.scale)]
         return partial(compiled().tiles.multiply, x.for_tiles, x.row_floats, *arrays, bias)
 
@@ -271,7 +271,7 @@ def may_tile(shape: Sequence[int]) -> bool:
 def takes_blocks() -> bool:
     """Whether matmuls can read weights in blocks of 4 bits directly, on this CPU."""
     loops = compiled()
-    if loops is None or not loops.tiles4.IS_POSSIBLE:
+    if loops is None or not loops.block_tiles.IS_POSSIBLE:
         return False
     codes = torch.tensor([[-127], [127]], dtype=torch.int8).repeat(12, 192)
     form = Int4(64)

@@ -111,8 +111,8 @@ def packs_int8() -> bool:
 
 
 def takes_in_blocks(formats: Iterable[Format], compute: str, cuda: bool, asked: bool | None = None) -> bool:
-    """Whether int8 matmuls of a model with matrices in these formats read blocks of 4 bits as stored (`tiles4`): as
-    `asked`, or by default on CPUs where that is hardly slower. Raises UserError if it is asked for and this CPU cannot.
+    """Whether int8 matmuls of a model with matrices in these formats read blocks as stored (`block_tiles`): as `asked`,
+    or by default on CPUs where that is hardly slower. Raises UserError if it is asked for and this CPU cannot.
     """
     if compute != "int8" or cuda or asked is False or not any(map(_is_block, formats)):
         return False
@@ -122,7 +122,7 @@ def takes_in_blocks(formats: Iterable[Format], compute: str, cuda: bool, asked: 
 
 
 def _is_block(form: Format) -> bool:
-    return isinstance(form, Blocks) and form.bits == 4 and form.group in (32, 64)
+    return isinstance(form, Blocks) and form.tile is not None
 
 
 def is_as_stored(form: Format, in_blocks: bool) -> bool:

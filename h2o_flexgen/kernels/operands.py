@@ -70,15 +70,15 @@ class Int8Activations:
         codes = self.codes.numpy()
         return codes.view(np.uint8) ^ tiles.OFFSET if tiles.CODES == np.uint8 else codes.astype(tiles.CODES)
 
-    def for_blocks(self, group: int) -> tuple[np.ndarray, np.ndarray]:
-        """The codes, and sums of them, as `tiles4` reads them for blocks of `group` elements."""
-        tiles4 = compiled().tiles4
+    def for_blocks(self, size: int) -> tuple[np.ndarray, np.ndarray]:
+        """The codes, and sums of them, as `block_tiles` reads them for chunks of `size` elements."""
+        loops = compiled().block_tiles
         (rows, width) = self.codes.shape
-        chunks = tiles4.padded(width // tiles4.CHUNK)
-        codes = np.zeros((rows, chunks * tiles4.CHUNK // 4), np.int32)
+        chunks = loops.padded(width // size)
+        codes = np.zeros((rows, chunks * size // 4), np.int32)
         sums = np.zeros((rows, chunks), np.int16)
         words = self.codes.numpy().view(np.int32)
-        in_threads(lambda a, b: tiles4.arrange(words, group // 2, a, b, codes, sums), rows, self.codes.numel())
+        in_threads(lambda a, b: loops.arrange(words, size, a, b, codes, sums), rows, self.codes.numel())
         return codes.view(np.int8), sums
 
 

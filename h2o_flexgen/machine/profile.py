@@ -72,8 +72,9 @@ class Profile:
     matmul: dict[str, dict[Shape, Rates]]
     #: by phase and cache rule; phases: "prefill", "decode", and "cpu" for decode steps on the CPU beside a CUDA device
     attention: dict[str, dict[str, AttentionRates]]
-    decode: dict[int, float] = field(default_factory=dict)  # matrices to floats: {bits of a code: elements per second}
-    unpack: dict[int, float] = field(default_factory=dict)  # likewise to int8
+    #: matrices to floats: {name of a format: elements per second}
+    decode: dict[str, float] = field(default_factory=dict)
+    unpack: dict[str, float] = field(default_factory=dict)  # likewise to int8
     step_seconds: float = 0.0  # fixed cost of taking one batch, or micro-batch, through one layer
     baseline_bytes: int = 0  # RAM of the idle process
     workspace_bytes: int = 0  # device memory that libraries take
@@ -94,13 +95,14 @@ class Profile:
         nearest = min(tables, key=lambda s: math.hypot(math.log(s[0] / out), math.log(s[1] / width)))
         return 2 * out * width * rows / interpolate(tables[nearest], rows)
 
-    def decode_rate(self, bits: int) -> float:
-        """Elements of quantised matrices decoded to floats per second; if unmeasured, the rate of a 16-bit copy."""
-        return self.decode.get(bits) or self.links["cpu_to_gpu"].bytes_per_s / 2
+    def decode_rate(self, form: str) -> float:
+        """Elements of matrices in a format, given by its name, decoded to floats per second. If unmeasured, that of
+        int4, or of a 16-bit copy."""
+        return self.decode.get(form) or self.decode.get("int4") or self.links["cpu_to_gpu"].bytes_per_s / 2
 
-    def unpack_rate(self, bits: int) -> float:
-        """Elements of quantised matrices unpacked to int8 per second; if unmeasured, the rate of decoding."""
-        return self.unpack.get(bits) or self.decode_rate(bits)
+    def unpack_rate(self, form: str) -> float:
+        """Elements unpacked to int8 per second; if unmeasured, that of int4, or of decoding."""
+        return self.unpack.get(form) or self.unpack.get("int4") or self.decode_rate(form)
 
     def to_json(self) -> str:
         data = asdict(self)
@@ -115,7 +117,7 @@ class Profile:
             values["links"] = {name: Link(**data["links"][name]) for name in LINKS}
             values["matmul"] = {kind: _shapes_from_json(tables) for kind, tables in data["matmul"].items()}
             values["attention"] = {phase: _attention(rules) for phase, rules in data["attention"].items()}
-            values |= {name: _rates(data.get(name, {})) for name in ("decode", "unpack")}
+            values |= {name: _by_format(data.get(name, {})) for name in ("decode", "unpack")}
             if data.get("kernels") is not None:
                 values["kernels"] = KernelRates.from_dict(data["kernels"])
             profile = cls(**values)
@@ -164,6 +166,12 @@ class Profile:
 
 def _rates(table: dict[str, float]) -> Rates:
     return {int(n): float(rate) for n, rate in table.items()}
+
+
+def _by_format(table: dict[str, float]) -> dict[str, float]:
+    """Rates by name of a format; older profiles have them by the bits of a code."""
+    old = {"8": "int8", "4": "int4"}
+    return {old.get(name, name): float(rate) for name, rate in table.items()}
 
 
 def _attention(rules: dict[str, dict]) -> dict[str, AttentionRates]:

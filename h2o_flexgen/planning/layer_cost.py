@@ -123,7 +123,7 @@ class LayerCost:
         seconds = self._attention(phase, 2 * elements * shapes.itemsize)
         if shapes.kv_format.is_dense or not (shapes.cuda or shapes.rule.rope):
             return seconds
-        return seconds + elements * sum(1 / self.profile.decode_rate(form.bits) for form in shapes.kv_format)
+        return seconds + elements * sum(1 / self.profile.decode_rate(form.name) for form in shapes.kv_format)
 
     def head_seconds(self, rows: Sequence[int], streamed: Amount) -> Amount:
         """Seconds from the last hidden states to tokens. `rows`: sequences that go through the head together;
@@ -138,7 +138,7 @@ class LayerCost:
         for name, shape in self.matrices[layer].items():
             if not shapes.read_as_kept(name):
                 rate = self.profile.unpack_rate if shapes.in_int8(name) else self.profile.decode_rate
-                seconds += prod(shape) / rate(shapes.formats[name].bits)
+                seconds += prod(shape) / rate(shapes.formats[name].name)
         return seconds
 
     def conversion(self, weights: Offloaded) -> Amount:

@@ -45,6 +45,8 @@ SMALL_LAYER = (512, 1536, 8, 2, 64, 64)
 SMALL_CACHE = 128
 #: a matrix that is this many times taller than wide is a vocabulary head
 HEAD_RATIO = 16
+#: elements of the largest block of a format
+BLOCK = 256
 #: head sizes of attention, and elements in all heads together
 HEAD_DIMS = (64, 128)
 WIDTH = 1024
@@ -90,6 +92,7 @@ def measure_compute(device: Device, dtype: torch.dtype, scale: Scale) -> dict:
     """The fields of a `Profile` that describe compute."""
     weights = _weights(device, dtype, TINY_SHAPE, 0)
     tiny = call_seconds(device, matmul_call(device, dtype, 1, TINY_SHAPE, weights), scale)
+    blocks = (Int4(64), *GGUF.values())
     phases = {"prefill": (device, scale), "decode": (device, scale)}
     if device.is_cuda:
         phases["cpu"] = (open_device("cpu"), Scale())
@@ -99,8 +102,8 @@ def measure_compute(device: Device, dtype: torch.dtype, scale: Scale) -> dict:
     return {
         "step_seconds": call_seconds(device, small_layer(device, dtype), scale),
         "matmul": matmul_rates(device, dtype, scale, tiny),
-        "decode": {form.bits: decode_rate(device, dtype, form, scale) for form in (Int8(), Int4(64))},
-        "unpack": {f.bits: decode_rate(device, dtype, f, scale, to_int8=True) for f in (GGUF["Q8_0"], Int4(64))},
+        "decode": {form.name: decode_rate(device, dtype, form, scale) for form in (Int8(), *blocks)},
+        "unpack": {form.name: decode_rate(device, dtype, form, scale, to_int8=True) for form in blocks},
         "attention": rates,
     }
 
@@ -153,7 +156,8 @@ def matmul_rates(
 
 def decode_rate(device: Device, dtype: torch.dtype, form: Format, scale: Scale, to_int8: bool = False) -> float:
     """Elements per second at which a quantised matrix is decoded, or converted to `Int8`."""
-    shape = max((shape for shape in shapes_with_room(device, dtype, scale) if not is_head(shape)), key=prod)
+    out, width = max((shape for shape in shapes_with_room(device, dtype, scale) if not is_head(shape)), key=prod)
+    shape = out, -(-width // BLOCK) * BLOCK
     nbytes = form.nbytes(shape)
     count = 1 + _room(device, scale.weight_bytes) // nbytes
     turn = cycle([form.view(device.buffer(nbytes).fill_(1), shape) for _ in range(count)])

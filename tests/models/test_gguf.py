@@ -172,13 +172,22 @@ IN_RAM = {"percent": (100, 0, 100, 0, 100, 0)}
 
 
 SIZES = dict(hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+WIDE = SIZES | dict(hidden_size=256, intermediate_size=512, num_attention_heads=16)
+#: mixed as llama.cpp does it: {end of a module's name: type}, the first one of all others
+MIXED = {
+    "Q4_K_M": (Type.Q4_K, {"v_proj": Type.Q6_K, "down_proj": Type.Q6_K, "embed_tokens": Type.Q6_K}),
+    "Q5_K_M": (Type.Q5_K, {"k_proj": Type.Q8_0, "down_proj": Type.Q5_1, "gate_proj": Type.MXFP4}),
+    "Q3_K": (Type.Q3_K, {"q_proj": Type.Q2_K, "up_proj": Type.IQ4_XS, "v_proj": Type.IQ4_NL, "o_proj": Type.Q5_0}),
+}
 
 
-def quantised_llama(folder: Path, kind: Type, **changes) -> zoo.Tiny:
+def quantised_llama(folder: Path, kind: Type, others: dict | None = None, **changes) -> zoo.Tiny:
     """A random llama in a GGUF file, as transformers reads it."""
     from transformers import AutoModelForCausalLM
 
-    path = write_gguf(folder / "model.gguf", zoo.build("llama", folder / "checkpoint", **SIZES, **changes), kind)
+    sizes = WIDE if gguf.GGML_QUANT_SIZES[kind][0] > 32 else SIZES
+    tiny = zoo.build("llama", folder / "checkpoint", **sizes | changes)
+    path = write_gguf(folder / "model.gguf", tiny, kind, others=others)
     model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=path.name, dtype=torch.float32).eval()
     return zoo.Tiny("llama", model, path)
 
@@ -192,7 +201,15 @@ def quantised(request, tmp_path_factory) -> zoo.Tiny:
 @pytest.fixture(scope="module")
 def to_convert(tmp_path_factory) -> zoo.Tiny:
     """Its type is converted."""
-    return quantised_llama(tmp_path_factory.mktemp("to_convert"), Type.Q5_0)
+    return quantised_llama(tmp_path_factory.mktemp("to_convert"), Type.TQ2_0)
+
+
+@pytest.fixture(scope="module", params=MIXED)
+def mixed(request, tmp_path_factory) -> zoo.Tiny:
+    """A file with several types, and a head tied to the embedding."""
+    kind, others = MIXED[request.param]
+    folder = tmp_path_factory.mktemp("mixed")
+    return quantised_llama(folder, kind, others, tie_word_embeddings=True)
 
 
 @pytest.mark.parametrize("where, budget", [(IN_RAM, (3, 3)), (ON_DISK, (None, None))], ids=["in_ram", "on_disk"])
@@ -227,6 +244,22 @@ def matrices(model):
             stored = model.source.find(name)
             raw = np.fromfile(stored.file.path, np.uint8, stored.nbytes, offset=stored.offset)
             yield name.removeprefix("model."), Quantised(form, torch.from_numpy(raw), stored.shape)
+
+
+@pytest.mark.parametrize("where, compute", [(IN_RAM, "exact"), (ON_DISK, "exact"), (ON_DISK, "int8")])
+def test_a_file_of_several_types(mixed, run, where, compute, tmp_path):
+    prompts = mixed.clear_cut_prompts([9, 12], 6)
+    with LLM(
+        str(mixed.folder), Policy(2, **where), device="cpu", dtype="float32", compute=compute, progress=False
+    ) as llm:
+        outputs = llm.generate(prompts, SamplingParams(max_tokens=6))
+        stored = {llm.model.source.find(name).file.path for name in llm.model.formats if "norm" not in name}
+    assert stored == {mixed.folder}
+    wanted = mixed.references(prompts, 6)
+    if compute == "exact":
+        assert [o.token_ids for o in outputs] == [t.tokens for t in wanted]
+    first = [t.logprobs[0] for t in wanted]
+    assert [o.logprobs[0] for o in outputs] == pytest.approx(first, abs=1e-4 if compute == "exact" else 0.2)
 
 
 def test_its_matrices_are_read_in_place(quantised, tmp_path):
@@ -274,9 +307,9 @@ def test_a_folder_with_one_or_two_files(quantised, tmp_path, refused):
 
 
 def test_a_type_that_cannot_be_read(to_convert, refused, monkeypatch):
-    monkeypatch.delitem(gguf.quants._type_traits, Type.Q5_0)
+    monkeypatch.delitem(gguf.quants._type_traits, Type.TQ2_0)
     message = refused("--model", to_convert.folder, early=False)
-    assert "is of the type Q" in message and "cannot be read" in message
+    assert "is of the type TQ2_0" in message and "cannot be read" in message
 
 
 def test_without_the_package(refused, quantised, monkeypatch):

@@ -72,7 +72,9 @@ def test_only_resident_weights_compute_at_the_packed_rate(percent):
 def test_int8_matmuls_cost_their_own_rate_plus_unpacking(kind, in_blocks, rate, unpacked):
     int8 = {"int8": {(2048, 2048): {1: 4e11}}, "int8 resident": {(2048, 2048): {1: 8e11}}}
     int8 |= {"int4": {(2048, 2048): {1: 5e11}}}
-    profile = laptop(matmul=laptop().matmul | int8, unpack={4: 1e10}, decode={4: 1e9, 8: 1e9}, step_seconds=0.0)
+    profile = laptop(
+        matmul=laptop().matmul | int8, unpack={"int4": 1e10}, decode={"int4": 1e9, "int8": 1e9}, step_seconds=0.0
+    )
     spec = named_spec("facebook/opt-1.3b")
     shapes = [layer.shapes for layer in family(spec.model_type).tensors(spec)]
     others = dict(compute="int8", compressed=True, in_blocks=in_blocks)

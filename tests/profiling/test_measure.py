@@ -13,6 +13,7 @@ from machines import KERNELS, kernels, laptop
 
 from h2o_flexgen.commands.main import main
 from h2o_flexgen.errors import UserError
+from h2o_flexgen.formats import GGUF
 from h2o_flexgen.kernels import linear
 from h2o_flexgen.machine.device import CpuDevice, open_device
 from h2o_flexgen.machine.profile import Link, Profile
@@ -56,7 +57,7 @@ def test_a_measured_profile_is_a_profile(tmp_path, dtype):
         rows = {shape: list(rates) for shape, rates in tables.items()}
         both = [1] if kind.startswith("int") else [1, 512]  # every second one
         assert rows == {(64, 64): both, (256, 64): both, (1024, 64): [1]}  # a head takes few rows
-    assert profile.unpack.keys() == profile.decode.keys() == {4, 8}
+    assert profile.decode.keys() == {"int8", "int4", *GGUF} == {"int8", *profile.unpack}
 
 
 @pytest.mark.parametrize("packed", [False, True])
