@@ -182,7 +182,8 @@ def sizes_of(model, compress_weight: str | None, found, profile, choice=None) ->
     """The sizes of a model as plain data; with a choice those of its cache too."""
     from h2o_flexgen.planning import shapes
 
-    sizes = shapes.sizes(model, compress_weight or found.stored(profile.dtype)) | {"to_fetch": found.to_fetch}
+    stored = found.method.name if found.method else found.stored(profile.dtype)
+    sizes = shapes.sizes(model, compress_weight or stored) | {"to_fetch": found.to_fetch}
     if found.revision:
         sizes["revision"] = found.revision
     if choice is not None:

@@ -19,9 +19,19 @@ from h2o_flexgen.formats import Format, prepare
 from h2o_flexgen.formats.forms import cache_formats, check_compute, compressed
 from h2o_flexgen.kernels import int8, rowwise
 from h2o_flexgen.kv_cache.full import prepare_cache
+from h2o_flexgen.models.gguf import is_gguf
 from h2o_flexgen.models.hub import commit
 from h2o_flexgen.models.parts import activation
-from h2o_flexgen.models.registry import family, head_name, known_names, named_dtype, named_spec, read_spec, stored_dtype
+from h2o_flexgen.models.registry import (
+    family,
+    head_name,
+    known_names,
+    named_dtype,
+    named_spec,
+    read_method,
+    read_spec,
+    stored_dtype,
+)
 from h2o_flexgen.models.source import DUMMY, find_model, model_name
 from h2o_flexgen.models.spec import Layer, ModelSpec, shapes_of
 from h2o_flexgen.models.tokenizer import end_ids, load_tokenizer
@@ -155,7 +165,7 @@ def load_model(
             support the formats.
     """
     if path == DUMMY:
-        weights = tokenizer = None
+        weights = folder = tokenizer = None
         spec = _dummy_spec(model)
         stored = named_dtype(model)
     else:
@@ -167,7 +177,7 @@ def load_model(
     activation(spec.activation)  # raises for one that is not known
     layers = family(spec.model_type).tensors(spec)
     shapes = shapes_of(layers)
-    source = DummyCheckpoint(layers, dtype) if weights is None else _checkpoint(weights, spec, layers, dtype, progress)
+    source = _source(weights, folder, spec, layers, dtype, disk_mem, progress)
     formats = {name: source.format(name) for name, shape in shapes.items() if len(shape) > 1}
     compressed_to = {} if compress_weight is None else compressed(compress_weight, [layer.shapes for layer in layers])
     formats |= compressed_to
@@ -182,9 +192,23 @@ def load_model(
     return found
 
 
-def _checkpoint(weights: Path, spec: ModelSpec, layers: list[Layer], dtype: torch.dtype, progress: bool) -> Checkpoint:
-    """The checkpoint of a model. Raises UserError if it is not complete."""
+def _source(
+    weights: Path | None,
+    folder: Path | None,
+    spec: ModelSpec,
+    layers: list[Layer],
+    dtype: torch.dtype,
+    disk_mem: int | None,
+    progress: bool,
+) -> Checkpoint | DummyCheckpoint:
+    """The checkpoint of a model whose config is in `folder`; random weights if it has none. Raises UserError if it is
+    not complete."""
+    if weights is None:
+        return DummyCheckpoint(layers, dtype)
     found = Checkpoint(weights, layers, dtype, progress)
+    method = None if is_gguf(weights) else read_method(folder)
+    if method is not None:
+        found.convert_quantised(method, layers, disk_mem, progress)
     for layer in layers:
         found.check(layer.shapes)
     if spec.tied:

@@ -13,7 +13,8 @@ from h2o_flexgen.formats.forms import compressed
 from h2o_flexgen.models.folder import weight_files
 from h2o_flexgen.models.gguf import in_place, is_gguf
 from h2o_flexgen.models.hub import commit, downloaded
-from h2o_flexgen.models.registry import family, named_dtype, named_spec, read_spec, stored_dtype
+from h2o_flexgen.models.quantised import Method
+from h2o_flexgen.models.registry import family, named_dtype, named_spec, read_method, read_spec, stored_dtype
 from h2o_flexgen.models.repository import repository
 from h2o_flexgen.models.source import DUMMY, dummy_dtype, find_model, model_name
 from h2o_flexgen.models.spec import ModelSpec, shapes_of
@@ -31,6 +32,7 @@ class Found(NamedTuple):
     to_fetch: bool = False  # the weights are not on this machine yet
     tokenizer: object = None  # None if there is none, or if it was not read because the sizes are built in
     revision: str | None = None  # the commit of a repository on the hub; None for other models and one not cached
+    method: Method | None = None  # by which the checkpoint is quantised, if it is
 
     def stored(self, dtype: str) -> str:
         """The type of the weights in the checkpoint, for a job that computes in `dtype`."""
@@ -39,22 +41,26 @@ class Found(NamedTuple):
         return self.declared or (dtype if self.gguf else "float32")  # transformers' default
 
     def formats(self, compress_weight: str | None) -> tuple[dict[str, Format], int]:
-        """Formats of the quantised matrices by name, and the bytes of the copy that `compress_weight`, as in `LLM`,
-        makes. Raises UserError for a format that the model cannot have."""
+        """Formats of the quantised matrices by name, and the bytes of the copies that are made: of the matrices that a
+        method quantised, and by `compress_weight`, as in `LLM`. Raises UserError for a format that the model cannot
+        have."""
         layers = family(self.spec.model_type).tensors(self.spec)
+        shapes = shapes_of(layers)
+        size = lambda formats: sum(form.nbytes(shapes[name]) for name, form in formats.items())
+        converted = self.method.formats(layers) if self.method else {}
         if compress_weight is not None:
             found = compressed(compress_weight, [layer.shapes for layer in layers])
-            shapes = shapes_of(layers)
-            return found, 0 if self.is_dummy else sum(form.nbytes(shapes[name]) for name, form in found.items())
-        found = in_place(self.gguf, layers) if self.gguf else {}
-        return {name: form for name, (*_, form) in found.items()}, 0
+            return found, 0 if self.is_dummy else size(found) + size(converted)
+        if self.gguf:
+            return {name: form for name, (*_, form) in in_place(self.gguf, layers).items()}, 0
+        return converted, size(converted)
 
 
 def find(model: str | None, path: str | None = None) -> Found:
     """A model as `LLM` finds it. From the hub only the config and the tokenizer are fetched, and nothing if its sizes
     are built in. Raises UserError if there is no such model."""
     if path == DUMMY:
-        return find(model)._replace(declared=named_dtype(model or ""), is_dummy=True, to_fetch=False)
+        return find(model)._replace(declared=named_dtype(model or ""), is_dummy=True, to_fetch=False, method=None)
     if path is None and model is not None and not os.path.exists(os.path.expanduser(model)):
         spec = named_spec(model)
         if spec is not None:
@@ -68,4 +74,5 @@ def find(model: str | None, path: str | None = None) -> Found:
     name = model_name(model, path, weights)
     to_fetch = not is_gguf(weights) and not weight_files(weights)
     gguf = weights if is_gguf(weights) else None
-    return Found(name, spec, declared, False, gguf, to_fetch, tokenizer, commit(weights))
+    method = None if gguf else read_method(folder)
+    return Found(name, spec, declared, False, gguf, to_fetch, tokenizer, commit(weights), method)

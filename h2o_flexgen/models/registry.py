@@ -9,6 +9,7 @@ from pathlib import Path
 
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.models.folder import check_fetched, describe_unreadable
+from h2o_flexgen.models.quantised import Method, method_of
 from h2o_flexgen.models.spec import Config, ModelSpec, shortened
 from h2o_flexgen.utils.files import check_small, read_json
 
@@ -35,17 +36,16 @@ def head_name(spec: ModelSpec) -> str:
 
 
 def spec_of(config: dict, where: str = "the config") -> ModelSpec:
-    """The spec of a model with this config.json, called `where` in messages. Raises UserError for an unknown family, a
-    quantised checkpoint, or a value that is missing, of the wrong type or in contradiction to others."""
+    """The spec of a model with this config.json, called `where` in messages. Raises UserError for an unknown family, an
+    unknown kind of quantised checkpoint, or a value that is missing, of the wrong type or in contradiction to others.
+    """
     model_type = config.get("model_type")
     if model_type not in FAMILIES:
         known = ", ".join(FAMILIES)
         raise UserError(
             f"{where}: the architecture {shortened(model_type)} is not supported; known model types: {known}"
         )
-    if any(config.get(name) is not None for name in ("quantization_config", "quantization")):  # the latter by MLX
-        advice = "take one in float16, bfloat16 or float32"
-        raise UserError(f"{where}: the checkpoint is quantised, which is not supported: {advice}")
+    method_of(config, where)  # raises
     return family(model_type).spec(Config(config, where))
 
 
@@ -71,6 +71,13 @@ def stored_dtype(folder: Path) -> str | None:
     config = _read(folder / "config.json") or {}
     name = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
     return name if name in STORED_DTYPES else None
+
+
+def read_method(folder: Path) -> Method | None:
+    """The method by which the checkpoint of a model folder is quantised; None if it is not. Raises UserError as
+    `method_of`."""
+    path = folder / "config.json"
+    return method_of(_read(path) or {}, str(path))
 
 
 def _read(path: Path) -> dict | None:

@@ -20,14 +20,13 @@ from h2o_flexgen.machine.device import as_numpy
 from h2o_flexgen.models.folder import describe_choice, describe_unreadable, weight_files
 from h2o_flexgen.models.gguf import in_place, is_gguf
 from h2o_flexgen.models.gguf_file import parts
-from h2o_flexgen.models.spec import Layer
+from h2o_flexgen.models.quantised import Method
+from h2o_flexgen.models.spec import Layer, shapes_of
 from h2o_flexgen.policy import gib
 from h2o_flexgen.storage.convert import bins_to_safetensors, gguf_to_safetensors, made_once
 from h2o_flexgen.storage.disk import DiskIO, File, wait
-from h2o_flexgen.storage.stored import Stored, parts_of, rows_of
-
-#: safetensors' names of the dtypes of weights
-DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
+from h2o_flexgen.storage.quantised import encoded, find_matrices
+from h2o_flexgen.storage.stored import DTYPES, Stored, parts_of, rows_of
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +41,7 @@ class Checkpoint:
     Attributes:
         tensors: by their names in the files.
         files: the weight files.
-        copy_bytes: size of the copy in the cache folder that `compress` uses.
+        copy_bytes: size of the copies in the cache folder that `compress` and `convert_quantised` use.
 
     Raises:
         UserError: no weights, or a file that is missing, cut short, or in another format.
@@ -100,15 +99,44 @@ class Checkpoint:
             files = made_once(self.files, f"weights as {made}", tensors, len(formats), total, progress)
         finally:
             io.close()
+        self._take(files, formats, shapes)
+
+    def convert_quantised(self, method: Method, layers: Seq[Layer], disk_mem: int | None, progress: bool) -> None:
+        """Read the matrices that a method quantised from a copy likewise, with the same codes and scales. Raises
+        UserError for tensors that contradict the config or are broken, or lack of space."""
+        matrices = find_matrices(self, method, shapes_of(layers))
+        formats = {name: method.format(name, matrix.shape) for name, matrix in matrices.items()}
+        shapes = {name: matrix.shape for name, matrix in matrices.items()}
+        total = sum(method.expected(name, shape).nbytes(shape) for name, shape in shapes.items())
+        if disk_mem is not None and total > disk_mem:
+            raise UserError(f"the quantised weights take {gib(total)} more on disk, and `disk_mem` is {gib(disk_mem)}")
+        tensors = lambda: encoded(method, matrices)
+        kind = f"quantised weights {method.config.data} {shapes}"
+        self._take(made_once(self.files, kind, tensors, len(shapes), total, progress), formats, shapes)
+        floats = [self.format(name) for name in formats if self.format(name).is_dense]
+        if floats:
+            log.warning(
+                "%s: %d of %d matrices are read in %s: neighbours in their rows have different scales (desc_act), or "
+                "scales that float16 cannot hold",
+                self.path,
+                len(floats),
+                len(formats),
+                floats[0].name,
+            )
+
+    def _take(self, files: list[Path], formats: dict[str, Format], shapes: dict[str, tuple[int, ...]]) -> None:
+        """Read these tensors from a copy from now on: in their formats, or in floats where the copy has these."""
         copied = {}
         for file in files:
             copied |= tensors_of(file)
         for name, form in formats.items():
             stored = copied.get(name)
-            if stored is None or (stored.shape, stored.format) != ((sizes[name],), "U8"):
+            if stored is not None and (stored.shape, stored.format) == ((form.nbytes(shapes[name]),), "U8"):
+                stored = replace(stored, shape=shapes[name], format=form)
+            if stored is None or stored.shape != shapes[name]:
                 raise UserError(f"the copy {files[0].parent} lacks the weights {name!r}: delete it")
-            self.tensors[name] = replace(stored, shape=shapes[name], format=form)
-        self.copy_bytes = total
+            self.tensors[name] = stored
+            self.copy_bytes += stored.nbytes
 
     def add_file(self, path: Path) -> None:
         self.tensors |= tensors_of(path)

@@ -17,6 +17,9 @@ from h2o_flexgen.machine.pages import PAGE, aligned
 from h2o_flexgen.storage.disk import DiskIO, File, wait
 from h2o_flexgen.utils import interrupts
 
+#: safetensors' names of dtypes
+DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
+CODES = {"F8_E4M3": torch.float8_e4m3fn, "U8": torch.uint8, "I8": torch.int8, "I32": torch.int32, "I64": torch.int64}
 #: elements read at once where a tensor must be converted or checked
 PART = 1 << 22
 
@@ -28,7 +31,7 @@ class Stored:
     file: File
     offset: int
     shape: tuple[int, ...]
-    format: Format | str  # of a tensor that is not float, safetensors' name of its dtype; it is never read
+    format: Format | str  # of a tensor that is not float, safetensors' name of its dtype; only `whole` reads it
 
     @property
     def dtype(self) -> torch.dtype:
@@ -118,6 +121,15 @@ def parts_of(stored: Stored, io: DiskIO) -> Iterator[tuple[int, Tensor]]:
         part = buffer[: count - at]
         wait(io.read(stored.file, as_numpy(part), stored.offset + at * stored.dtype.itemsize))
         yield at, part
+
+
+def whole(stored: Stored, io: DiskIO) -> Tensor:
+    """A tensor of floats or of CODES."""
+    dtype = CODES[stored.format] if isinstance(stored.format, str) else stored.dtype
+    tensor = torch.empty(stored.shape, dtype=dtype)
+    if tensor.numel():
+        wait(io.read(stored.file, tensor.view(-1).view(torch.uint8).numpy(), stored.offset))
+    return tensor
 
 
 def rows_of(stored: Stored, io: DiskIO) -> Iterator[tuple[int, Tensor | Quantised]]:

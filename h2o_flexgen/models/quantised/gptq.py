@@ -1,0 +1,44 @@
+"""GPTQ (arXiv 2210.17323): 4-bit codes with a scale and a zero for each group of inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from h2o_flexgen.formats import Shape
+from h2o_flexgen.models.quantised.method import Grouped, affine, group_size, nibbles, suffixes, texts
+from h2o_flexgen.models.spec import Config, shortened
+
+#: what is added to stored zeros, by the version of the files
+ZEROS = {"gptq": 1, "gptq_v2": 0}
+
+
+class GPTQ(Grouped):
+    """`qweight` (I / 8, O), eight codes of neighbouring inputs a word; `qzeros` (G, O / 8); `scales` (G, O)."""
+
+    key = ".qweight"
+
+    def __init__(self, config: Config):
+        dynamic = config.data.get("dynamic") or {}
+        skipped = [key[2:] for key in dynamic if key.startswith("-:")] if isinstance(dynamic, dict) else []
+        skipped += suffixes(texts(config, "modules_to_not_convert"))
+        acts_in_order = config.flag("desc_act", False)
+        super().__init__(config, skipped, group_size(config), config.data.get("bits"), acts_in_order)
+        self.quantises_head = config.flag("lm_head", False)
+        version = config.data.get("checkpoint_format") or "gptq"
+        if version not in ZEROS:
+            known = ", ".join(ZEROS)
+            raise config.error(f"checkpoint_format {shortened(version)} is not supported; known: {known}")
+        self.zero = ZEROS[version]
+
+    def parts(self, shape: Shape, has: Callable[[str], bool]) -> dict[str, Shape | None]:
+        (out, width) = shape
+        groups = self.groups(shape)
+        found = {".qweight": (width // 8, out), ".qzeros": (groups, out // 8), ".scales": (groups, out)}
+        return found | ({".g_idx": (width,)} if has(".g_idx") else {})
+
+    def encode(self, shape: Shape, parts: dict[str, Tensor]) -> Tensor:
+        codes = nibbles(parts[".qweight"].t())
+        zeros = nibbles(parts[".qzeros"]).t() + self.zero
+        return affine(codes, parts[".scales"].t(), zeros, parts.get(".g_idx"))
