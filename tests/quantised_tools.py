@@ -182,7 +182,7 @@ CHANNELS = compressed_tensors("float-quantized", num_bits=8, type="float", strat
 CASES = {
     "gptq": Case(GPTQ, gptq()),
     "gptq v2 with biases": Case(V2, gptq(version=2), "llama_biases_llama3"),
-    "gptq of one group": Case(GPTQ | {"group_size": -1}, gptq(group=-1)),
+    "gptq of one group": Case(GPTQ | {"group_size": -1, "desc_act": True}, gptq(group=-1)),
     "gptq in act-order": Case(GPTQ | {"desc_act": True}, gptq(shuffled=True), floats=torch.float16),
     "gptq in bfloat16": Case(GPTQ, gptq(dtype=torch.bfloat16)),
     "awq": Case(AWQ, awq),

@@ -375,9 +375,11 @@ def test_an_unknown_family_is_refused_with_a_list_of_the_known_ones(model_type):
 
 
 @pytest.mark.parametrize("model_type", GOOD)
-@pytest.mark.parametrize("quantized", [{"quant_method": "gptq", "bits": 4}, {}, "awq"])
-def test_a_quantised_checkpoint_is_refused(model_type, quantized):
+@pytest.mark.parametrize("quantized", [{"quant_method": "quanto", "bits": 4}, {}, "awq"])
+def test_a_checkpoint_quantised_by_an_unknown_method_is_refused(model_type, quantized):
     assert "quantised" in refusal(config_of(model_type, quantization_config=quantized))
+    known = {"quant_method": "gptq", "bits": 4}
+    assert spec_of(config_of(model_type, quantization_config=known)) == spec_of(config_of(model_type))
 
 
 @pytest.mark.parametrize("model_type, key", [(m, key) for m, keys in GOOD.items() for key in keys])

@@ -222,7 +222,7 @@ def test_the_copy_is_made_once_and_again_for_another_config(checkpoint, tmp_path
     assert not torch.equal(changed, checkpoint("gptq").matrices[f"{GATE}.weight"])
 
 
-@pytest.mark.parametrize("name", ["gptq", "fp8 tensor", "nf4", "gptq in act-order"])
+@pytest.mark.parametrize("name", ["gptq", "fp8 tensor", "nf4", "gptq of one group", "gptq in act-order"])
 def test_plan_counts_the_bytes_of_the_job(checkpoint, name, capfd):
     folder = checkpoint(name).tiny.folder
     model = load(folder)

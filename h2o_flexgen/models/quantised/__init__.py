@@ -14,7 +14,6 @@ from h2o_flexgen.models.quantised.compressed_tensors import compressed_tensors
 from h2o_flexgen.models.quantised.fp8 import FP8
 from h2o_flexgen.models.quantised.gptq import GPTQ
 from h2o_flexgen.models.quantised.method import Method
-from h2o_flexgen.models.quantised.mxfp4 import MXFP4
 from h2o_flexgen.models.spec import Config, shortened
 
 __all__ = ["METHODS", "Method", "method_of"]
@@ -26,7 +25,6 @@ METHODS: dict[str, Callable[[Config], Method]] = {
     "fp8": FP8,
     "fbgemm_fp8": FP8,
     "compressed-tensors": compressed_tensors,
-    "mxfp4": MXFP4,
     "bitsandbytes": bitsandbytes,
 }
 

@@ -31,11 +31,14 @@ def compressed_tensors(config: Config) -> Method:
     form = config.data.get("format") if config.data.get("format") != "mixed-precision" else groups[0].get("format")
     kind = scheme.text("type", "int")
     if form in FLOATS and kind == "float" and scheme.data.get("num_bits") == 8:
-        return FloatQuantized(config, _block(scheme), skipped)
-    if form == PACKED and kind == "int":
-        return PackQuantized(config, scheme, skipped)
-    known = f"float-quantized in FP8 and {PACKED} in 4 bits"
-    raise config.error(f"format {shortened(form)} of {shortened(kind)} is not supported; known: {known}")
+        method = FP8(config, _block(scheme), skipped)
+    elif form == PACKED and kind == "int":
+        method = PackQuantized(config, scheme, skipped)
+    else:
+        known = f"float-quantized in FP8 and {PACKED} in 4 bits"
+        raise config.error(f"format {shortened(form)} of {shortened(kind)} is not supported; known: {known}")
+    method.quantises_head = True  # unless `ignore` names it
+    return method
 
 
 def _block(scheme: Config) -> list[int] | None:
@@ -49,18 +52,11 @@ def _block(scheme: Config) -> list[int] | None:
     return scheme.data.get("block_structure")
 
 
-class FloatQuantized(FP8):
-    """`weight` in e4m3 and `weight_scale`."""
-
-    quantises_head = True
-
-
 class PackQuantized(Grouped):
     """`weight_packed` (O, I / 8), eight codes of neighbouring inputs a word; `weight_scale` (O, G); unless symmetric
     `weight_zero_point` (O / 8, G)."""
 
     key = ".weight_packed"
-    quantises_head = True
 
     def __init__(self, config: Config, scheme: Config, skipped: Sequence[str]):
         strategy = scheme.text("strategy", "group")

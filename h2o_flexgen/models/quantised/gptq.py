@@ -23,7 +23,7 @@ class GPTQ(Grouped):
         dynamic = config.data.get("dynamic") or {}
         skipped = [key[2:] for key in dynamic if key.startswith("-:")] if isinstance(dynamic, dict) else []
         skipped += suffixes(texts(config, "modules_to_not_convert"))
-        acts_in_order = config.flag("desc_act", False)
+        acts_in_order = config.flag("desc_act", False) and not config.flag("static_groups", False)
         super().__init__(config, skipped, group_size(config), config.data.get("bits"), acts_in_order)
         self.quantises_head = config.flag("lm_head", False)
         version = config.data.get("checkpoint_format") or "gptq"

@@ -173,7 +173,7 @@ class Grouped(Method):
 
     def expected(self, name: str, shape: Shape) -> Format:
         form = self.format(name, shape)
-        return Dense(torch.float16) if self.acts_in_order else form
+        return Dense(torch.float16) if self.acts_in_order and self.group else form
 
     def groups(self, shape: Shape) -> int:
         return shape[1] // (self.group or shape[1])
