@@ -32,6 +32,7 @@ class Case(NamedTuple):
     write: Callable[[Tensor], tuple[dict[str, Tensor], Tensor]]
     variant: str = "llama"
     floats: torch.dtype | None = None  # the type of matrices that cannot be streamed as codes
+    with_head: bool = False  # the head is quantised too
 
 
 # codes of 4 bits with zeros
@@ -184,6 +185,7 @@ CASES = {
     "gptq v2 with biases": Case(V2, gptq(version=2), "llama_biases_llama3"),
     "gptq of one group": Case(GPTQ | {"group_size": -1, "desc_act": True}, gptq(group=-1)),
     "gptq in act-order": Case(GPTQ | {"desc_act": True}, gptq(shuffled=True), floats=torch.float16),
+    "gptq with its head": Case(GPTQ | {"lm_head": True}, gptq(), with_head=True),
     "gptq in bfloat16": Case(GPTQ, gptq(dtype=torch.bfloat16)),
     "awq": Case(AWQ, awq),
     "fp8 blocks": Case(BLOCKS, fp8("block", dtype=torch.bfloat16)),
@@ -205,19 +207,16 @@ class Checkpoint(NamedTuple):
     matrices: dict[str, Tensor]  # these values by name
 
 
-def is_quantised(name: str, tensor: Tensor) -> bool:
-    return tensor.dim() == 2 and ".layers." in name
-
-
 def build(case: Case, plain: zoo.Tiny, folder: Path) -> Checkpoint:
-    """Write the checkpoint of a case in `folder`: all matrices of `plain` but the embedding and the head."""
+    """Write the checkpoint of a case in `folder`: all matrices of `plain` but the embedding, and mostly the head."""
     from transformers import AutoModelForCausalLM
 
     state = load_file(plain.folder / "model.safetensors")
     matrices = {}
     stored = {}
     for name, tensor in state.items():
-        if not is_quantised(name, tensor):
+        is_kept = name.startswith("model.embed") or (name.startswith("lm_head") and not case.with_head)
+        if tensor.dim() < 2 or is_kept:
             stored[name] = tensor
             continue
         tensors, matrices[name] = case.write(tensor)

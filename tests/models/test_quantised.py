@@ -28,6 +28,7 @@ from h2o_flexgen.models.quantised.mxfp4 import ggml_blocks
 from h2o_flexgen.planning.shapes import ModelData
 from h2o_flexgen.storage.disk import DiskIO
 
+RAM = (100, 0, 100, 0, 100, 0)
 DISK = (0, 0, 0, 0, 0, 0)
 MIXED = (30, 30, 40, 20, 50, 0)
 GATE = "model.layers.1.mlp.gate_proj"
@@ -117,14 +118,16 @@ def test_matrices_are_those_of_the_method_to_the_bit(checkpoint, name, monkeypat
     assert torch.equal(decoded(model, key), expected)
 
 
-@pytest.mark.parametrize("name", ["gptq v2 with biases", "gptq in act-order", "awq", "fp8 blocks", "nf4", "int8"])
+@pytest.mark.parametrize(
+    "name",
+    ["gptq v2 with biases", "gptq in act-order", "gptq with its head", "awq", "fp8 blocks", "fbgemm", "nf4", "int8"],
+)
 def test_the_tokens_are_those_of_transformers_with_the_same_values(checkpoint, name):
     tiny = checkpoint(name).tiny
     prompts = tiny.clear_cut_prompts([9, 4], 6)
     expected = [t.tokens for t in tiny.references(prompts, 6)]
-    assert generate(tiny.folder, prompts, percent=DISK) == expected
-    if name == "gptq v2 with biases":
-        assert generate(tiny.folder, prompts, percent=MIXED) == expected
+    for percent in (RAM, DISK, MIXED):
+        assert generate(tiny.folder, prompts, percent=percent) == expected
 
 
 @pytest.mark.parametrize("name", ["gptq", "fp8 blocks", "nf4", "int8"])
@@ -222,7 +225,9 @@ def test_the_copy_is_made_once_and_again_for_another_config(checkpoint, tmp_path
     assert not torch.equal(changed, checkpoint("gptq").matrices[f"{GATE}.weight"])
 
 
-@pytest.mark.parametrize("name", ["gptq", "fp8 tensor", "nf4", "gptq of one group", "gptq in act-order"])
+@pytest.mark.parametrize(
+    "name", ["gptq", "fp8 tensor", "nf4", "gptq with its head", "gptq of one group", "gptq in act-order"]
+)
 def test_plan_counts_the_bytes_of_the_job(checkpoint, name, capfd):
     folder = checkpoint(name).tiny.folder
     model = load(folder)
