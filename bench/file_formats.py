@@ -6,7 +6,8 @@ gguf's decoding, and llama.cpp's.
 
 The demo model's width is no multiple of 256, which K-quants need: its hidden states are padded with zeros to 768, its
 heads with heads of zeros, and the norms' weights and epsilon are scaled so that it computes what it did. llama.cpp
-quantises the padded model. All score the second half of windows of 512 tokens of Python's help texts. Results go to docs/benchmarks/file_formats.json.
+quantises the padded model. All score the second half of windows of 512 tokens of Python's help texts. Results go to
+docs/benchmarks/file_formats.json.
 """
 
 from __future__ import annotations

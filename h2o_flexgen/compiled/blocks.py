@@ -45,8 +45,8 @@ class Arrays(NamedTuple):
 
 
 def _build(count, kind):
-    """The LLVM IR that decodes `count` codes of a run. Kinds: "low" and "table", whose codes have one part, "bytes", and
-    "bits", whose upper parts have a bit for each code."""
+    """The LLVM IR that decodes `count` codes of a run. Codes of the kinds "low" and "table" have one part, those of the
+    kinds "bytes" and "bits" also an upper one: some bits of a byte, or a bit of its own."""
 
     def build(context, builder, signature, args):
         low_at, shift, mask, high_at, high_shift, high_mask, left, offset, target = args[:9]
