@@ -8,10 +8,12 @@ import shutil
 import sys
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 
 from bench.rows import DEMO
+from h2o_flexgen.formats import GGUF
 from h2o_flexgen.models.registry import family, named_config, spec_of
 from h2o_flexgen.models.source import find_model
 from h2o_flexgen.storage.dummy import DummyCheckpoint
@@ -20,13 +22,13 @@ from h2o_flexgen.storage.dummy import DummyCheckpoint
 SHARD = 1 << 30
 #: number of random bytes that the tensors of a GGUF file repeat: a prime, so that no two rows are alike
 POOL = (1 << 24) - 3
-#: GGUF type -> bytes of codes per block of 32, and the scale that gives weights a standard deviation of 0.02
-BLOCKS = {"Q4_0": (16, 0.0043), "Q8_0": (32, 0.00027)}
+#: standard deviation of random weights
+STD = 0.02
 
 
 def checkpoint(model: str, kind: str, dtype: str, folder: Path) -> Path:
     """Path of a checkpoint, written to `folder` unless it exists; the demo model's is the installed file. `kind` is
-    "safetensors" or a GGUF type."""
+    "safetensors", a GGUF type or Q4_K_M."""
     if model == DEMO:
         return find_model(None)[0]
     stem = f"{model.rpartition('/')[2]}-{dtype if kind == 'safetensors' else kind}"
@@ -79,7 +81,6 @@ def write_checkpoint(config: dict, folder: Path, dtype: str) -> Path:
 def write_gguf(config: dict, path: Path, kind: str) -> None:
     """Write a LLaMA with random matrices of type `kind` and vectors of ones in fp32, without a tokenizer."""
     import gguf
-    import numpy as np
 
     spec = spec_of(config)
     writer = gguf.GGUFWriter(path, "llama")
@@ -90,37 +91,72 @@ def write_gguf(config: dict, path: Path, kind: str) -> None:
     for name, value in ({"tokenizer_model": "none", "layer_norm_rms_eps": spec.eps} | sizes).items():
         getattr(writer, f"add_{name}")(value)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, spec.layers)
-    codes, scale = BLOCKS[kind]
-    block = np.dtype([("scale", "<f2"), ("codes", np.uint8, codes)])
     pool = np.frombuffer(np.random.default_rng(0).bytes(POOL), np.uint8)
-    stored_shapes = {}
+    stored = {}  # {name: (shape in bytes or floats, GGUF type)}
     for layer in family(spec.model_type).tensors(spec):
         for name, shape in layer.shapes.items():
             module, _, part = name.rpartition(".")
             gguf_name = f"{names.get_name(module)}.{part}"
-            if gguf_name in stored_shapes:  # the head is tied to the embedding
+            if gguf_name in stored:  # the head is tied to the embedding
                 continue
             raw = None
+            own = "F32"
             dtype = np.dtype(np.float32)
             if len(shape) > 1:
-                raw = gguf.GGMLQuantizationType[kind]
+                own = type_of(gguf_name, kind, spec)
+                raw = gguf.GGMLQuantizationType[own]
                 dtype = np.dtype(np.uint8)
-                shape = (*shape[:-1], shape[-1] // 32 * block.itemsize)
-            stored_shapes[gguf_name] = shape
+                shape = (shape[0], *GGUF[own].row_bytes(shape[1]))
+            stored[gguf_name] = shape, own
             writer.add_tensor_info(gguf_name, shape, dtype, int(np.prod(shape)) * dtype.itemsize, raw)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    for shape in stored_shapes.values():
+    for shape, own in stored.values():
         data = np.ones(shape, np.float32)
         if len(shape) > 1:
             data = np.resize(pool, shape)
-            # codes average -0.5: alternating signs give rows a mean of 0, without which a deep model overflows
-            scales = data.reshape(-1).view(block)["scale"]
-            scales[::2] = scale
-            scales[1::2] = -scale
+            set_scales(data.reshape(-1, GGUF[own].layout.nbytes), own)
         writer.write_tensor_data(data)
     writer.close()
+
+
+def type_of(name: str, kind: str, spec) -> str:
+    """The GGUF type of a matrix in a file of this kind. Q4_K_M: llama.cpp's mixture."""
+    if kind != "Q4_K_M":
+        return kind
+    if name == ("token_embd.weight" if spec.tied else "output.weight"):
+        return "Q6_K"
+    if not name.endswith(("attn_v.weight", "ffn_down.weight")):
+        return "Q4_K"
+    layer = int(name.split(".")[1])
+    eighth = spec.layers // 8
+    gets_more = layer < eighth or layer >= 7 * eighth or (layer - eighth) % 3 == 2
+    return "Q6_K" if gets_more else "Q4_K"
+
+
+def set_scales(blocks: np.ndarray, kind: str) -> None:
+    """Set the scales of random blocks (N, bytes): weights get a mean of 0, without which a deep model overflows,
+    and a standard deviation of STD."""
+    import gguf
+
+    layout = GGUF[kind].layout
+    sample = blocks[:512].copy()
+    places = [layout.scale_at] + ([] if layout.minimum_at is None else [layout.minimum_at])
+
+    def moments(values: list[float]) -> tuple[float, float]:
+        for at, value in zip(places, values):
+            sample[:, at : at + 2] = np.array([value], np.float16).view(np.uint8)
+        found = gguf.dequantize(sample, gguf.GGMLQuantizationType[kind])
+        return float(found.mean()), float(found.std())
+
+    scales = [1.0]
+    if len(places) > 1:  # the minima make up for the mean of the codes
+        scales.append(-moments([1.0, 0.0])[0] / moments([0.0, 1.0])[0])
+    factor = STD / moments(scales)[1]
+    for at, value in zip(places, scales):
+        for begin, sign in ((0, 1), (1, -1)):  # codes that are not symmetric average to 0, too
+            blocks[begin::2, at : at + 2] = np.array([sign * factor * value], np.float16).view(np.uint8)
 
 
 def files_of(checkpoint: Path) -> list[Path]:

@@ -11,6 +11,8 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import cycle
+from math import prod
 from statistics import median
 
 import torch
@@ -18,7 +20,7 @@ import torch
 from h2o_flexgen.commands.main import execute
 from h2o_flexgen.commands.options import Parser
 from h2o_flexgen.evaluation.origin import origin
-from h2o_flexgen.formats import GGUF, Int4, Int8, KVFormat
+from h2o_flexgen.formats import GGUF, Blocks, Int4, Int8, KVFormat
 from h2o_flexgen.formats.forms import COMPRESSED, cache_format
 from h2o_flexgen.kernels import linear
 from h2o_flexgen.kernels.attention import cached_attention
@@ -31,9 +33,11 @@ ROWS = (8, 32, 128, 512)
 #: a few columns of the activations are LARGE times the rest, as in a model
 LARGE_COLUMNS = 4
 LARGE = 50.0
-#: formats of weights and shape of the matrix to decode
-FORMATS = (Int8(), Int4(64), GGUF["Q8_0"], GGUF["Q4_0"], GGUF["Q4_1"])
+#: formats of weights, and shape of the matrix that is decoded, or multiplied as stored
+FORMATS = (Int8(), Int4(64), *GGUF.values())
 DECODED = (4096, 4096)
+#: matrices of a format that take turns, so that they come from RAM
+TURNS = 3
 #: sequences, KV heads, queries per KV head, head size, slots
 CACHES = ((16, 8, 4, 64, 512), (16, 8, 4, 128, 1024), (8, 32, 1, 64, 205))
 #: runs of each job, the first to warm up
@@ -104,6 +108,25 @@ def decoding() -> list[dict]:
     return found
 
 
+def blocks() -> list[dict]:
+    """TOP/s of matmuls with blocks as stored, for each format and number of rows; the formats take turns."""
+    weights = {}
+    for form in FORMATS:
+        if isinstance(form, Blocks) and form.tile is not None:
+            raw = torch.randint(0, 60, (TURNS, form.nbytes(DECODED)), dtype=torch.uint8)
+            weights[form.name] = cycle([form.view(each, DECODED) for each in raw])
+    found = [{"format": name} for name in weights]
+    for count in ROWS:
+        x = torch.randn(count, DECODED[1]).bfloat16()
+        multiply = lambda turn, x=x: int8_linear(x, next(turn), kernel="tiled")
+        seconds = median_seconds({name: partial(multiply, turn) for name, turn in weights.items()})
+        for row in found:
+            row[f"rows_{count}"] = 2 * count * prod(DECODED) / seconds[row["format"]] / 1e12
+    for row in found:
+        row["of_q4_0"] = row["rows_128"] / next(each["rows_128"] for each in found if each["format"] == "Q4_0")
+    return found
+
+
 def attention() -> list[dict]:
     """G elements/s of K and V in the attention of one query per sequence over its cache."""
     linear.rates()  # otherwise the first job in bf16 would measure them
@@ -127,6 +150,7 @@ def run(args: argparse.Namespace) -> None:
     prepare(torch.bfloat16)
     rows = [row for shape in SHAPES for row in matmuls(*shape)]
     result = origin(args) | {"threads": torch.get_num_threads(), "rows": rows, "decoding": decoding()}
+    result["blocks"] = blocks() if takes_blocks() else []
     result["attention"] = attention()
     write_text("--output", args.output, to_json(rounded(result, 3)) + "\n")
 

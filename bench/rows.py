@@ -72,6 +72,7 @@ OF_GGUF = {"llama.cpp": System("llama_cpp"), **STORED}
 OPT = PEERS | OURS
 LLAMA_1B = {"Accelerate": PEERS["Accelerate"], **on_gguf("Q4_0", OF_GGUF), **on_gguf("Q8_0", OF_GGUF)}
 LLAMA_8B = {"Accelerate": PEERS["Accelerate"], **on_gguf("Q4_0", OF_GGUF)}
+LLAMA_8B_K = on_gguf("Q4_K_M", OF_GGUF)
 SMOLLM2 = on_gguf(DEMO_KIND, {"transformers": System("transformers"), **OF_GGUF})
 
 
@@ -122,6 +123,7 @@ ON_CPU = {
     "llama-1b 128+128": Row("meta-llama/Llama-3.2-1B", 1, 128, 128, 64, LLAMA_1B),
     "llama-1b 128+128 uncapped": Row("meta-llama/Llama-3.2-1B", None, 128, 128, 64, LLAMA_1B),
     "llama-8b 64+64": Row("meta-llama/Llama-3.1-8B", 3, 64, 64, 64, LLAMA_8B),
+    "llama-8b 64+64 Q4_K_M": Row("meta-llama/Llama-3.1-8B", 3, 64, 64, 64, LLAMA_8B_K),
     "smollm2 512+64": Row(DEMO, None, 512, 64, 64, SMOLLM2),
 }
 

@@ -591,7 +591,31 @@ TABLES = {
             "int8 codes, a scale a row": "{int8:.1f}",
         },
         "decoding",
-        file="format_rates_avx2",
+        file="format_rates",
+    ),
+    "block_rates": Table(
+        {
+            "weights as stored": "{format}",
+            "8 rows": "{rows_8:.2f}",
+            "32": "{rows_32:.2f}",
+            "128": "{rows_128:.2f}",
+            "512": "{rows_512:.2f}",
+            "128 rows / Q4_0's": "{of_q4_0:.2f}",
+        },
+        "blocks",
+        file="format_rates",
+        above="A matrix of 4,096 x 4,096, {threads} threads, TOP/s.",
+    ),
+    "file_formats": Table(
+        {
+            "file": "{file}",
+            "types of its matrices": "{types}",
+            "MiB": "{mib:.0f}",
+            "ours, exact": "{exact:.4f}",
+            "transformers": "{transformers:.4f}",
+            "ours, int8 matmuls": "{int8:.3f}",
+            "llama.cpp": "{llama_cpp:.3f}",
+        }
     ),
     "cache_attention": Table(
         {

@@ -66,7 +66,7 @@ def write_gguf(
 
 
 def quantised(data: np.ndarray, kind: Type) -> np.ndarray:
-    """A matrix in `kind`. The package cannot quantise to all types: in those the numbers are random, of the same size."""
+    """A matrix in `kind`; in types that the package cannot quantise to the numbers are random, of the same size."""
     try:
         return gguf.quantize(data, kind)
     except NotImplementedError:

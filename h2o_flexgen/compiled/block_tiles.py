@@ -50,6 +50,10 @@ LARGEST = 8000
 _ROWS = 4 if IS_AVX512 else 2
 #: rows of the weight that are spread out at once: a segment of them, 128 KiB, stays in a core's cache
 _HEIGHT = 64
+#: rows from the one being spread out to the one prefetched: parts of rows are too short for the CPU's own prefetching
+_AHEAD = 4
+#: bytes of a cache line
+_LINE = 64
 #: whether products are summed in 16 bits, two sums a lane
 _IS_PAIR = not HAS_VNNI
 #: numbers of 16 bits in a register: the chunks whose minima are multiplied at once
@@ -212,6 +216,17 @@ def _spread(_, source, target, step, lowest):
     return types.void(*[types.int64] * 4), build
 
 
+@intrinsic
+def _prefetch(_, address):
+    """Begin to read the cache line at an address, which may be any."""
+
+    def build(context, builder, signature, args):
+        pointer = builder.inttoptr(args[0], I8.as_pointer())
+        simd.call(builder, "llvm.prefetch.p0i8", ir.VoidType(), pointer, *map(I32, (0, 3, 1)))
+
+    return types.void(types.int64), build
+
+
 @njit(nogil=True)
 def _rounded(floats, count, lowest, most, scale, minimum):
     """Write `count` scales and minima of a row, floats (2, C), as whole numbers to scale (C,) and minimum (C,); the
@@ -238,20 +253,20 @@ def _read(weight, layout, stored, begin, chunks, size, segment):
     """Read `chunks` chunks of `size` codes, from code `begin` on, of rows `stored` of the weight into the segment."""
     first = begin // layout.size
     blocks = (chunks * size + layout.size - 1) // layout.size
-    each = layout.group // size
+    each = layout.size // size
     row_at = segment.row.ctypes.data
     codes_at = segment.codes.ctypes.data
-    scale = np.empty(SEGMENT // _LEAST_CHUNK, np.float32)
-    minimum = np.empty(SEGMENT // _LEAST_CHUNK, np.float32)
+    halves = np.empty(SEGMENT // _LEAST_CHUNK, np.int16)
+    numbers = np.empty(SEGMENT // _LEAST_CHUNK, np.uint8)
+    lowest = np.float32(weight.lowest)
+    most = np.float32(weight.most)
     for n in range(len(stored)):
         row = weight.rows[stored[n]]
+        ahead = row.ctypes.data + first * layout.nbytes + _AHEAD * len(row)
+        for line in range(0, blocks * layout.nbytes, _LINE):
+            _prefetch(ahead + line)
         decode(row, first, blocks, layout, segment.row)
-        decode_scales(row, first, blocks, layout, scale, minimum)
-        for c in range(U(chunks)):
-            segment.floats[0, c] = scale[c // U(each)]
-            segment.floats[1, c] = minimum[c // U(each)]
-        lowest = np.float32(weight.lowest)
-        most = np.float32(weight.most)
+        decode_scales(row, first, blocks, each, layout, halves, numbers, segment.floats[0], segment.floats[1])
         segment.unit[n] = _rounded(segment.floats, chunks, lowest, most, segment.scale[n], segment.minimum[n])
         for c in range(0, -(-chunks // LANES) * LANES, 8):
             target = codes_at + n * SEGMENT + c // LANES * (size * LANES) + c % LANES * 4

@@ -11,14 +11,14 @@ from numba.extending import intrinsic
 
 from h2o_flexgen.compiled import simd
 from h2o_flexgen.compiled.floats import U, bits_of, element, float_of, from_bits
-from h2o_flexgen.compiled.simd import I8, I16, I64
+from h2o_flexgen.compiled.simd import I8, I16, I32, I64
 
 #: whether this CPU looks codes up in a table of 16 in one instruction
 _HAS_LOOKUP = bool(simd.FEATURES.get("ssse3"))
 
 
-#: `formats.layout.SINGLE` and EXPONENT
-SINGLE, EXPONENT = 1, 2
+#: as in `formats.layout`
+HALF, SINGLE = 0, 1
 
 
 class Arrays(NamedTuple):
@@ -37,35 +37,53 @@ class Arrays(NamedTuple):
     table: np.ndarray  # (16,) int8, or empty
     floats: np.ndarray  # (16 or 256,) float32, or empty
     codes: np.ndarray  # (runs, 8) int64, from `Numbers.array`
-    scales: np.ndarray  # (groups, 8), or empty
-    minima: np.ndarray  # (groups, 8), or empty
+    scales: np.ndarray  # likewise, or empty
+    minima: np.ndarray  # likewise, or empty
 
 
 # codes
 
 
-def _build(count, has_table):
+def _build(count, kind):
+    """The LLVM IR that decodes `count` codes of a run. Codes of the kinds "low" and "table" have one part, those of the
+    kinds "bytes" and "bits" also an upper one: some bits of a byte, or a bit of its own."""
+
     def build(context, builder, signature, args):
         low_at, shift, mask, high_at, high_shift, high_mask, left, offset, target = args[:9]
         words = ir.VectorType(I16, count // 2)
+        codes = ir.VectorType(I8, count)
 
         def every(number):
-            first = builder.insert_element(words(ir.Undefined), builder.trunc(number, I16), ir.IntType(32)(0))
-            zeros = ir.Constant(ir.VectorType(ir.IntType(32), count // 2), [0] * (count // 2))
-            return builder.shuffle_vector(first, first, zeros)
+            """A number in all words; of two equal bytes if it is below 256."""
+            first = builder.insert_element(words(ir.Undefined), builder.trunc(number, I16), I32(0))
+            return builder.shuffle_vector(first, first, ir.Constant(ir.VectorType(I32, count // 2), [0] * (count // 2)))
+
+        def every_byte(number):
+            return builder.bitcast(every(builder.mul(builder.and_(number, I64(255)), I64(0x0101))), codes)
 
         def part(address, shift, mask):
             shifted = builder.lshr(simd.load(builder, address, I16, count // 2), every(shift))
-            return builder.and_(shifted, every(builder.mul(mask, I64(0x0101))))
+            return builder.and_(builder.bitcast(shifted, codes), every_byte(mask))
 
-        high = builder.shl(part(high_at, high_shift, high_mask), every(left))
-        code = builder.bitcast(builder.or_(part(low_at, shift, mask), high), ir.VectorType(I8, count))
-        if has_table:
+        code = part(low_at, shift, mask)
+        high = None
+        if kind == "bits":
+            few = simd.load(builder, high_at, I8, count // 8)
+            spread = ir.Constant(ir.VectorType(I32, count), [n // 8 for n in range(count)])
+            bits = ir.Constant(codes, [1 << n % 8 for n in range(count)])
+            taken = builder.and_(builder.shuffle_vector(few, few, spread), bits)
+            is_set = builder.icmp_unsigned("!=", taken, codes(None))
+            high = builder.select(is_set, every_byte(builder.shl(I64(1), left)), codes(None))
+        elif kind == "bytes":
+            shifted = builder.shl(builder.bitcast(part(high_at, high_shift, high_mask), words), every(left))
+            high = builder.bitcast(shifted, codes)
+        if high is not None:
+            code = builder.or_(code, high)
+        if kind == "table":
             table = context.make_array(signature.args[9])(context, builder, args[9])
             entries = simd.load(builder, builder.ptrtoint(table.data, I64), I8, 16)
-            code = simd.call(builder, "llvm.x86.ssse3.pshuf.b.128", code.type, entries, code)
-        code = builder.sub(code, builder.bitcast(every(builder.mul(offset, I64(0x0101))), code.type))
-        simd.store(builder, code, target)
+            code = simd.call(builder, "llvm.x86.ssse3.pshuf.b.128", codes, entries, code)
+        simd.store(builder, builder.sub(code, every_byte(offset)), target)
 
     return build
 
@@ -73,113 +91,210 @@ def _build(count, has_table):
 @intrinsic
 def _decode32(_, low_at, shift, mask, high_at, high_shift, high_mask, left, offset, target):
     """Write 32 codes of a run, less the offset, in int8 to address `target`; their bytes are at two addresses."""
-    return types.void(*[types.int64] * 9), _build(32, False)
+    return types.void(*[types.int64] * 9), _build(32, "bytes")
+
+
+@intrinsic
+def _decode_low32(_, low_at, shift, mask, high_at, high_shift, high_mask, left, offset, target):
+    """The same where all bits of a code are at the first address."""
+    return types.void(*[types.int64] * 9), _build(32, "low")
+
+
+@intrinsic
+def _decode_low16(_, low_at, shift, mask, high_at, high_shift, high_mask, left, offset, target):
+    """The same of 16 codes."""
+    return types.void(*[types.int64] * 9), _build(16, "low")
 
 
 @intrinsic
 def _decode16(_, low_at, shift, mask, high_at, high_shift, high_mask, left, offset, target):
     """The same of 16 codes."""
-    return types.void(*[types.int64] * 9), _build(16, False)
+    return types.void(*[types.int64] * 9), _build(16, "bytes")
+
+
+@intrinsic
+def _decode_bits16(_, low_at, shift, mask, high_at, high_shift, high_mask, left, offset, target):
+    """The same of 16 codes whose upper bits are in two bytes."""
+    return types.void(*[types.int64] * 9), _build(16, "bits")
 
 
 @intrinsic
 def _look_up16(_, low_at, shift, mask, high_at, high_shift, high_mask, left, offset, target, table):
     """The same of 16 codes that stand for the numbers of a table (16,) int8."""
-    return types.void(*[types.int64] * 9, table), _build(16, True)
+    return types.void(*[types.int64] * 9, table), _build(16, "table")
 
 
 @njit(nogil=True)
-def _decode_rest(row, at, run, parts, begin, layout, codes, target):
-    """`_decode16` one code at a time, from code `begin` of the run in a row (bytes,) on."""
-    for i in range(begin, run):
-        code = row[at + parts[0] + i] >> parts[1] & parts[2]
-        if parts[7] == 8:
-            code |= (row[at + parts[3] + i // 8] >> (i % 8) & 1) << parts[6]
-        elif parts[5]:
-            code |= (row[at + parts[3] + i] >> parts[4] & parts[5]) << parts[6]
-        codes[target + i] = np.int8(layout.table[code] if len(layout.table) else code - layout.offset)
-
-
-@njit(nogil=True)
-def decode(row, first, count, layout, codes):
-    """Write the codes of `count` blocks of a row (bytes,) uint8, from block `first` on, to codes (elements,) int8."""
-    run = layout.run
-    address = row.ctypes.data
-    out = codes.ctypes.data
-    offset = layout.offset
-    has_table = len(layout.table) > 0
-    is_wide = run % 16 == 0 and (_HAS_LOOKUP or not has_table)
+def _decode_one_by_one(row, first, count, layout, n, codes):
+    """Write the codes of run `n` of each block."""
+    parts = layout.codes[n]
     for b in range(count):
         at = (first + b) * layout.nbytes
-        for n in range(len(layout.codes)):
-            parts = layout.codes[n]
-            target = b * layout.size + n * run
-            if not is_wide or parts[7] == 8:
-                _decode_rest(row, at, run, parts, 0, layout, codes, target)
-                continue
-            low = address + at + parts[0]
-            high = address + at + parts[3]
-            i = 0
-            while i < run:
-                rest = (high + i, parts[4], parts[5], parts[6], offset, out + target + i)
-                if has_table:
-                    _look_up16(low + i, parts[1], parts[2], *rest, layout.table)
-                    i += 16
-                elif i + 32 <= run:
-                    _decode32(low + i, parts[1], parts[2], *rest)
-                    i += 32
-                else:
-                    _decode16(low + i, parts[1], parts[2], *rest)
-                    i += 16
+        target = b * layout.size + n * layout.run
+        for i in range(layout.run):
+            code = row[at + parts[0] + i] >> parts[1] & parts[2]
+            if parts[7] == 8:
+                code |= (row[at + parts[3] + i // 8] >> (i % 8) & 1) << parts[6]
+            elif parts[5]:
+                code |= (row[at + parts[3] + i] >> parts[4] & parts[5]) << parts[6]
+            codes[target + i] = np.int8(layout.table[code] if len(layout.table) else code - layout.offset)
+
+
+@njit(nogil=True, inline="always")
+def decode(row, first, count, layout, codes):
+    """Write the codes of `count` blocks of a row (bytes,) uint8, from block `first` on, to codes (elements,) int8."""
+    has_table = len(layout.table) > 0
+    step = 32 if layout.run % 32 == 0 else 16
+    table = layout.table
+    parts = layout.codes
+    offset = layout.offset
+    begin = row.ctypes.data + first * layout.nbytes
+    for n in range(U(len(parts))):
+        if layout.run % 16 or (has_table and not _HAS_LOOKUP):
+            _decode_one_by_one(row, first, count, layout, n, codes)
+            continue
+        shift = parts[n, 1]
+        mask = parts[n, 2]
+        rest = (parts[n, 4], parts[n, 5], parts[n, 6], offset)
+        is_bits = parts[n, 7] == 8
+        for i in range(0, layout.run, 16 if has_table or is_bits else step):
+            low = begin + parts[n, 0] + i
+            high = begin + parts[n, 3] + (i // 8 if is_bits else i)
+            target = codes.ctypes.data + np.int64(n) * layout.run + i
+            if has_table:
+                for b in range(count):
+                    at = b * layout.nbytes
+                    _look_up16(low + at, shift, mask, high + at, *rest, target + b * layout.size, table)
+            elif is_bits:
+                for b in range(count):
+                    at = b * layout.nbytes
+                    _decode_bits16(low + at, shift, mask, high + at, *rest, target + b * layout.size)
+            elif step == 32 and parts[n, 5] == 0:
+                for b in range(count):
+                    at = b * layout.nbytes
+                    _decode_low32(low + at, shift, mask, high + at, *rest, target + b * layout.size)
+            elif parts[n, 5] == 0:
+                for b in range(count):
+                    at = b * layout.nbytes
+                    _decode_low16(low + at, shift, mask, high + at, *rest, target + b * layout.size)
+            elif step == 32:
+                for b in range(count):
+                    at = b * layout.nbytes
+                    _decode32(low + at, shift, mask, high + at, *rest, target + b * layout.size)
+            else:
+                for b in range(count):
+                    at = b * layout.nbytes
+                    _decode16(low + at, shift, mask, high + at, *rest, target + b * layout.size)
 
 
 # scales
 
 
-@njit(nogil=True, inline="always")
-def _half(row, at):
-    return float_of(np.int16(np.uint16(row[at]) | np.uint16(row[at + 1]) << np.uint16(8)))
+def _load(kind):
+    def build(context, builder, signature, args):
+        return builder.load(builder.inttoptr(args[0], kind.as_pointer()), align=1)
+
+    return build
+
+
+@intrinsic
+def _byte(_, address):
+    """The byte at an address."""
+    return types.uint8(types.int64), _load(I8)
+
+
+@intrinsic
+def _word16(_, address):
+    """The 16 bits at an address of any alignment."""
+    return types.int16(types.int64), _load(I16)
+
+
+@intrinsic
+def _word32(_, address):
+    """The 32 bits at an address of any alignment."""
+    return types.uint32(types.int64), _load(I32)
 
 
 @njit(nogil=True, inline="always")
-def _single(row, at):
-    bits = np.uint32(0)
-    for n in range(4):
-        bits |= np.uint32(row[at + n]) << np.uint32(8 * n)
-    return from_bits(bits)
+def _numbers(begin, nbytes, parts, groups, count, out):
+    """Write the whole numbers of `count` blocks from an address on to out (groups,) uint8; parts: of their runs."""
+    run = groups // len(parts)
+    words = out.view(np.uint32)
+    for n in range(len(parts)):
+        low = begin + parts[n, 0]
+        shift = parts[n, 1]
+        mask = parts[n, 2]
+        high = begin + parts[n, 3]
+        high_shift = parts[n, 4]
+        high_mask = parts[n, 5]
+        left = parts[n, 6]
+        if run % 4 == 0:  # four at a time
+            mask *= 0x01010101
+            high_mask *= 0x01010101
+            for i in range(0, run, 4):
+                for b in range(count):
+                    at = b * nbytes + i
+                    word = np.int64(_word32(low + at)) >> shift & mask
+                    word |= (np.int64(_word32(high + at)) >> high_shift & high_mask) << left
+                    words[U((b * groups + n * run + i) // 4)] = np.uint32(word)
+            continue
+        for i in range(run):
+            for b in range(count):
+                at = b * nbytes + i
+                number = np.int64(_byte(low + at)) >> shift & mask
+                number |= (np.int64(_byte(high + at)) >> high_shift & high_mask) << left
+                out[U(b * groups + n * run + i)] = np.uint8(number)
 
 
 @njit(nogil=True, inline="always")
-def _number(row, at, parts):
-    low = np.int64(row[U(at + parts[0])]) >> parts[1] & parts[2]
-    return low | (np.int64(row[U(at + parts[3])]) >> parts[4] & parts[5]) << parts[6]
+def _of_blocks(begin, count, layout, kind, halves, groups, out):
+    """Write a float of each of `count` blocks, which is at `begin` of the first, to all of its groups in out."""
+    nbytes = layout.nbytes
+    if kind == HALF:
+        for b in range(count):
+            halves[U(b)] = _word16(begin + b * nbytes)
+        for b in range(U(count)):  # in a loop of its own, which is vectorised
+            out[b] = float_of(halves[b])
+    elif kind == SINGLE:
+        for b in range(count):
+            out[U(b)] = from_bits(_word32(begin + b * nbytes))
+    else:
+        for b in range(count):
+            e = np.uint32(_byte(begin + b * nbytes))
+            bits = np.uint32(0x00200000) << e if e < 2 else (e - np.uint32(1)) << np.uint32(23)
+            out[U(b)] = from_bits(np.uint32(bits))
+    if groups > 1:
+        for b in range(count - 1, -1, -1):  # from the last, since they lie in the way
+            value = out[U(b)]
+            for g in range(U(groups)):
+                out[U(b * groups) + g] = value
 
 
-@njit(nogil=True)
-def decode_scales(row, first, count, layout, scale, minimum):
+@njit(nogil=True, inline="always")
+def decode_scales(row, first, count, groups, layout, halves, numbers, scale, minimum):
     """Write the scale and the minimum of each group of `count` blocks of a row, from block `first` on; both (groups,)
-    float32."""
-    groups = layout.size // layout.group
-    for b in range(count):
-        at = (first + b) * layout.nbytes
-        if layout.scale_kind == SINGLE:
-            block_scale = _single(row, at + layout.scale_at)
-        elif layout.scale_kind == EXPONENT:
-            e = np.uint32(row[at + layout.scale_at])
-            half = np.uint32(0x00200000) << e if e < 2 else (e - np.uint32(1)) << np.uint32(23)
-            block_scale = from_bits(np.uint32(half))
+    float32. `groups`: of a block; there may be more than have scales of their own. Buffers: halves (blocks,) int16,
+    numbers (groups,) uint8, a multiple of 4."""
+    begin = row.ctypes.data + first * layout.nbytes
+    _of_blocks(begin + layout.scale_at, count, layout, layout.scale_kind, halves, groups, scale)
+    if layout.minimum_at >= 0:
+        _of_blocks(begin + layout.minimum_at, count, layout, HALF, halves, groups, minimum)
+    else:
+        minimum[: count * groups] = 0
+    if len(layout.scales):
+        _numbers(begin, layout.nbytes, layout.scales, groups, count, numbers)
+        offset = np.float32(layout.scale_offset)
+        if layout.is_signed:
+            signed = numbers.view(np.int8)
+            for g in range(U(count * groups)):
+                scale[g] *= np.float32(signed[g])
         else:
-            block_scale = _half(row, at + layout.scale_at)
-        block_minimum = _half(row, at + layout.minimum_at) if layout.minimum_at >= 0 else np.float32(0)
-        for g in range(groups):
-            scale[b * groups + g] = block_scale
-            minimum[b * groups + g] = block_minimum
-        for g in range(len(layout.scales)):
-            number = _number(row, at, layout.scales[g])
-            number = np.int64(np.int8(number)) if layout.is_signed else number - layout.scale_offset
-            scale[b * groups + g] *= np.float32(number)
-        for g in range(len(layout.minima)):
-            minimum[b * groups + g] *= np.float32(-_number(row, at, layout.minima[g]))
+            for g in range(U(count * groups)):
+                scale[g] *= np.float32(numbers[g]) - offset
+    if len(layout.minima):
+        _numbers(begin, layout.nbytes, layout.minima, groups, count, numbers)
+        for g in range(U(count * groups)):
+            minimum[g] = -(minimum[g] * np.float32(numbers[g]))
 
 
 @njit(nogil=True, cache=True)
@@ -187,8 +302,11 @@ def scales(rows, scale, minimum, begin, end, layout):
     """Write the scales and minima, both (R, G) float32, of rows `begin` to `end` of blocks, rows (R, bytes) uint8."""
     layout = Arrays(*layout)
     blocks = rows.shape[1] // layout.nbytes
+    halves = np.empty(blocks, np.int16)
+    numbers = np.empty((scale.shape[1] + 3) // 4 * 4, np.uint8)
+    groups = layout.size // layout.group
     for r in range(begin, end):
-        decode_scales(rows[r], 0, blocks, layout, scale[r], minimum[r])
+        decode_scales(rows[r], 0, blocks, groups, layout, halves, numbers, scale[r], minimum[r])
 
 
 # to floats and to 8 bits

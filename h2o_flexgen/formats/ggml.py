@@ -42,27 +42,20 @@ def planes(at: int, bits: int, each: int, high: int | None = None, high_bits: in
     return tuple(runs)
 
 
-def six_bits(at: int) -> tuple[Numbers, Numbers]:
-    """The scales and minima of Q4_K and Q5_K: 8 of each, of 6 bits, in 12 bytes."""
-    scales = [(Bits(at + j, mask=63),) for j in range(4)]
-    scales += [(Bits(at + j + 4, mask=15), Bits(at + j - 4, 6, 3, 4)) for j in range(4, 8)]
-    minima = [(Bits(at + j + 4, mask=63),) for j in range(4)]
-    minima += [(Bits(at + j + 4, 4, 15), Bits(at + j, 6, 3, 4)) for j in range(4, 8)]
-    return Numbers(tuple(scales)), Numbers(tuple(minima))
-
-
-Q4_K_SCALES, Q4_K_MINIMA = six_bits(4)
+#: of Q4_K and Q5_K: 8 scales and 8 minima of 6 bits in 12 bytes, the second half of each in two parts
+Q4_K_SCALES = Numbers(((Bits(4, mask=63),), (Bits(12, mask=15), Bits(4, 6, 3, 4))))
+Q4_K_MINIMA = Numbers(((Bits(8, mask=63),), (Bits(12, 4, 15), Bits(8, 6, 3, 4))))
 #: 16 of 6 bits less 32, in 12 bytes
 Q3_K_SCALES = Numbers(
-    tuple((Bits(96 + j % 8, j // 8 * 4, 15), Bits(104 + j % 4, j // 4 * 2, 3, 4)) for j in range(16)), offset=32
+    tuple((Bits(96 + n % 2 * 4, n // 2 * 4, 15), Bits(104, 2 * n, 3, 4)) for n in range(4)), offset=32
 )
 #: 8 of 6 bits less 32: 4 bits of each, two in a byte, behind 2 bits of each, four in a byte
 IQ4_XS_SCALES = Numbers(
-    tuple((Bits(4 + j // 2, j % 2 * 4, 15), Bits(2 + j // 4, j % 4 * 2, 3, 4)) for j in range(8)), offset=32
+    tuple((Bits(4 + n // 2, n % 2 * 4, 15), Bits(2 + n // 4, n % 4 * 2, 3, 4)) for n in range(8)), offset=32
 )
-Q2_K_SCALES = Numbers(tuple((Bits(j, 0, 15),) for j in range(16)))
-Q2_K_MINIMA = Numbers(tuple((Bits(j, 4, 15),) for j in range(16)))
-Q6_K_SCALES = Numbers(tuple((Bits(192 + j),) for j in range(16)), is_signed=True)
+Q2_K_SCALES = Numbers(((Bits(0, 0, 15),),))
+Q2_K_MINIMA = Numbers(((Bits(0, 4, 15),),))
+Q6_K_SCALES = Numbers(((Bits(192),),), is_signed=True)
 IQ4_XS_CODES = Numbers(tuple(run for j in range(8) for run in nibbles(8 + 16 * j).bits), table=IQ4)
 
 LAYOUTS = {

@@ -32,9 +32,9 @@ class Bits(NamedTuple):
 
 
 class Numbers(NamedTuple):
-    """Whole numbers: the codes of each run, or one number for each group."""
+    """Whole numbers: codes, or a number for each group."""
 
-    bits: tuple[tuple[Bits, ...], ...]  # one or two parts of each run, or of each number
+    bits: tuple[tuple[Bits, ...], ...]  # one or two parts of each run
     offset: int = 0  # is subtracted
     is_signed: bool = False  # a byte is a signed number
     table: tuple[int, ...] = ()  # what each code stands for
@@ -123,9 +123,9 @@ class Layout:
         scale = scale[..., None].expand(*scale.shape, self.groups)
         minimum = minimum[..., None].expand_as(scale)
         if self.scales is not None:
-            scale = scale * self.scales.read(raw, 1)
+            scale = scale * self.scales.read(raw, self.groups // len(self.scales.bits))
         if self.minima is not None:
-            minimum = -(minimum * self.minima.read(raw, 1))
+            minimum = -(minimum * self.minima.read(raw, self.groups // len(self.minima.bits)))
         return scale.flatten(1), minimum.flatten(1)
 
     @cached_property

@@ -252,7 +252,7 @@ def test_a_file_of_several_types(mixed, run, where, compute, tmp_path):
     with LLM(
         str(mixed.folder), Policy(2, **where), device="cpu", dtype="float32", compute=compute, progress=False
     ) as llm:
-        outputs = llm.generate(prompts, SamplingParams(max_tokens=6))
+        outputs = [row.outputs[0] for row in llm.generate(prompts, SamplingParams(max_tokens=6))]
         stored = {llm.model.source.find(name).file.path for name in llm.model.formats if "norm" not in name}
     assert stored == {mixed.folder}
     wanted = mixed.references(prompts, 6)
