@@ -28,6 +28,7 @@ OTHERS = {
     "calibrate": "measure how many KV slots each layer of a model needs",
     "search": "find the policy with the highest predicted throughput, for any machine",
     "hardware": "measure this machine, for plans made elsewhere",
+    "convert": "write a smaller checkpoint, with weights in 8 or 4 bits",
     "analyse": "show how a model's attention is spread over a text, as in the H2O paper",
     "lm_eval": "run EleutherAI's lm-evaluation-harness with a model named h2o_flexgen",
 }

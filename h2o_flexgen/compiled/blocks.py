@@ -247,6 +247,15 @@ def _numbers(begin, nbytes, parts, groups, count, out):
 
 
 @njit(nogil=True, inline="always")
+def _repeat(values, count, times):
+    """Put each of the first `count` values `times` times in its place."""
+    for n in range(count - 1, -1, -1):  # from the last, since they lie in the way
+        value = values[U(n)]
+        for i in range(U(times)):
+            values[U(n * times) + i] = value
+
+
+@njit(nogil=True, inline="always")
 def _of_blocks(begin, count, layout, kind, halves, groups, out):
     """Write a float of each of `count` blocks, which is at `begin` of the first, to all of its groups in out."""
     nbytes = layout.nbytes
@@ -264,10 +273,7 @@ def _of_blocks(begin, count, layout, kind, halves, groups, out):
             bits = np.uint32(0x00200000) << e if e < 2 else (e - np.uint32(1)) << np.uint32(23)
             out[U(b)] = from_bits(np.uint32(bits))
     if groups > 1:
-        for b in range(count - 1, -1, -1):  # from the last, since they lie in the way
-            value = out[U(b)]
-            for g in range(U(groups)):
-                out[U(b * groups) + g] = value
+        _repeat(out, count, groups)
 
 
 @njit(nogil=True, inline="always")
@@ -276,6 +282,9 @@ def decode_scales(row, first, count, groups, layout, halves, numbers, scale, min
     float32. `groups`: of a block; there may be more than have scales of their own. Buffers: halves (blocks,) int16,
     numbers (groups,) uint8, a multiple of 4."""
     begin = row.ctypes.data + first * layout.nbytes
+    wanted = groups
+    if len(layout.scales) + len(layout.minima):
+        groups = layout.size // layout.group
     _of_blocks(begin + layout.scale_at, count, layout, layout.scale_kind, halves, groups, scale)
     if layout.minimum_at >= 0:
         _of_blocks(begin + layout.minimum_at, count, layout, HALF, halves, groups, minimum)
@@ -295,6 +304,9 @@ def decode_scales(row, first, count, groups, layout, halves, numbers, scale, min
         _numbers(begin, layout.nbytes, layout.minima, groups, count, numbers)
         for g in range(U(count * groups)):
             minimum[g] = -(minimum[g] * np.float32(numbers[g]))
+    if wanted > groups:
+        _repeat(scale, count * groups, wanted // groups)
+        _repeat(minimum, count * groups, wanted // groups)
 
 
 @njit(nogil=True, cache=True)

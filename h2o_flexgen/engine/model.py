@@ -177,7 +177,7 @@ def load_model(
     activation(spec.activation)  # raises for one that is not known
     layers = family(spec.model_type).tensors(spec)
     shapes = shapes_of(layers)
-    source = _source(weights, folder, spec, layers, dtype, disk_mem, progress)
+    source = open_source(weights, folder, spec, layers, dtype, disk_mem, progress)
     formats = {name: source.format(name) for name, shape in shapes.items() if len(shape) > 1}
     compressed_to = {} if compress_weight is None else compressed(compress_weight, [layer.shapes for layer in layers])
     formats |= compressed_to
@@ -192,7 +192,7 @@ def load_model(
     return found
 
 
-def _source(
+def open_source(
     weights: Path | None,
     folder: Path | None,
     spec: ModelSpec,
@@ -207,7 +207,9 @@ def _source(
         return DummyCheckpoint(layers, dtype)
     found = Checkpoint(weights, layers, dtype, progress)
     method = None if is_gguf(weights) else read_method(folder)
-    if method is not None:
+    if method is not None and method.is_in_place:
+        found.take_formats(method.formats(layers), shapes_of(layers))
+    elif method is not None:
         found.convert_quantised(method, layers, disk_mem, progress)
     for layer in layers:
         found.check(layer.shapes)

@@ -16,6 +16,8 @@ from h2o_flexgen.formats.codes import MOST, Codes
 from h2o_flexgen.formats.layout import Bits, Layout, Numbers
 from h2o_flexgen.formats.matrix import Quantised
 
+#: types of GGUF files that matrices are quantised to
+GGML_ENCODED = ("Q4_0",)
 #: elements of a cache that are encoded at once: what stays in a CPU's cache, or keeps a GPU busy
 ENCODED_PART = {"cpu": 1 << 16, "cuda": 1 << 20}
 
@@ -72,7 +74,13 @@ class Blocks(Format):
         return Codes(raw, *floats, self.layout)
 
     def encode(self, tensor: Tensor, buffer: Tensor) -> None:
-        """For `Int4` and `Codes8`; other blocks come from files."""
+        """For `Int4`, `Codes8`, and the types that the package gguf can quantise to."""
+        if self.name in GGML_ENCODED:
+            import gguf
+
+            kind = gguf.GGMLQuantizationType[self.name]
+            buffer.copy_(torch.from_numpy(gguf.quantize(tensor.float().numpy(), kind)).flatten())
+            return
         has_minimum = self.layout.minimum_at is not None
         raw = buffer[: self.nbytes(tensor.shape)].view(-1, self.layout.nbytes)
         x = tensor.reshape(-1, self.layout.size).contiguous()

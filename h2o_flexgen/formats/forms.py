@@ -5,14 +5,16 @@ from __future__ import annotations
 import torch
 
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.formats import Codes8, Dense, Format, Int4, Int8, KVFormat, Shape
+from h2o_flexgen.formats import GGUF, Codes8, Dense, Format, Int4, Int8, KVFormat, Shape
 
-#: group sizes of `Int4`, the best first: larger groups take fewer bytes
-GROUPS = (64, 32)
+#: formats of 4 bits, the best first: larger groups take fewer bytes
+FOUR_BITS = {"int4": (Int4(64), Int4(32)), "q4_0": (GGUF["Q4_0"],)}
 #: what must divide the head size for each format of a cache, so that fp16 scales are at even addresses
 DIVISORS = {None: 1, "int8": 2, "int4": 4}
 #: what `compress_weight` and `compress_cache` may be
 COMPRESSED = ("int8", "int4")
+#: what `h2o-flexgen convert` writes
+CONVERTED = (*COMPRESSED, "q4_0")
 #: what `compute` may be
 COMPUTE = ("exact", "int8")
 
@@ -21,24 +23,28 @@ COMPUTE = ("exact", "int8")
 
 
 def compressed(kind: str, layers: list[dict[str, Shape]]) -> dict[str, Format]:
-    """{name: format} of a model's matrices under `compress_weight`. With int4 the embedding and the head, which are the
-    first and the last layer, are still int8. Raises UserError if the kind is unknown, or no group size divides the
-    inputs of a matrix."""
-    if kind not in COMPRESSED:
+    """{name: format} of a model's matrices under `compress_weight`, or a kind of CONVERTED. In 4 bits the embedding and
+    the head, which are the first and the last layer, are still int8. Raises UserError if the kind is unknown, or no
+    group size divides the inputs of a matrix."""
+    if kind not in CONVERTED:
         raise UserError(f"`compress_weight` is one of {', '.join(COMPRESSED)}, not {kind!r}")
     ends = {**layers[0], **layers[-1]}
     found = {}
     for name, shape in {name: shape for layer in layers for name, shape in layer.items()}.items():
         if len(shape) < 2:
             continue
-        groups = [group for group in GROUPS if shape[1] % group == 0]
-        if kind == "int4" and name not in ends and not groups:
-            raise UserError(
-                f"`compress_weight` int4 is for groups of {' or '.join(map(str, GROUPS))} inputs, and the {shape[1]} "
-                f"of {name!r} cannot be cut into them: use int8"
-            )
-        found[name] = Int4(groups[0]) if kind == "int4" and name not in ends else Int8()
+        found[name] = Int8() if kind == "int8" or name in ends else _in_4_bits(kind, name, shape[1])
     return found
+
+
+def _in_4_bits(kind: str, name: str, width: int) -> Format:
+    form = next((form for form in FOUR_BITS[kind] if width % form.layout.size == 0), None)
+    if form is None:
+        sizes = " or ".join(str(form.layout.size) for form in FOUR_BITS[kind])
+        raise UserError(
+            f"{kind} is for groups of {sizes} inputs, and the {width} of {name!r} cannot be cut into them: use int8"
+        )
+    return form
 
 
 def in_memory(form: Format, dtype: torch.dtype) -> Format:

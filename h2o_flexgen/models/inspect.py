@@ -50,10 +50,11 @@ class Found(NamedTuple):
         converted = self.method.formats(layers) if self.method else {}
         if compress_weight is not None:
             found = compressed(compress_weight, [layer.shapes for layer in layers])
-            return found, 0 if self.is_dummy else size(found) + size(converted)
+            copied = {} if self.method and self.method.is_in_place else converted
+            return found, 0 if self.is_dummy else size(found) + size(copied)
         if self.gguf:
             return {name: form for name, (*_, form) in in_place(self.gguf, layers).items()}, 0
-        return converted, size(converted)
+        return converted, 0 if self.method and self.method.is_in_place else size(converted)
 
 
 def find(model: str | None, path: str | None = None) -> Found:

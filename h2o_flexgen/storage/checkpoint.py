@@ -79,27 +79,29 @@ class Checkpoint:
         total = sum(sizes.values())
         if disk_mem is not None and total > disk_mem:
             raise UserError(f"the weights in fewer bits take {gib(total)} on disk, and `disk_mem` is {gib(disk_mem)}")
-        io = DiskIO()
+        # another config, or another dtype that a GGUF file was converted to, makes another copy
+        made = [(name, shapes[name], form, self.find(name).format) for name, form in formats.items()]
+        tensors = lambda: self.encoded(formats)
+        files = made_once(self.files, f"weights as {made}", tensors, len(formats), total, progress)
+        self._take(files, formats, shapes)
 
-        def tensors() -> Iterator[tuple[str, Tensor]]:
+    def encoded(self, formats: dict[str, Format]) -> Iterator[tuple[str, Tensor]]:
+        """(name, bytes) of matrices in other formats. Raises UserError for NaN or infinite elements."""
+        io = DiskIO()
+        try:
             for name, form in formats.items():
-                buffer = torch.empty(sizes[name], dtype=torch.uint8)
-                parts = ((begin, rows.to(torch.float32)) for begin, rows in rows_of(self.find(name), io))
-                form.encode_parts(shapes[name], parts, buffer)
-                if not form.view(buffer, shapes[name]).is_finite():
+                stored = self.find(name)
+                buffer = torch.empty(form.nbytes(stored.shape), dtype=torch.uint8)
+                parts = ((begin, rows.to(torch.float32)) for begin, rows in rows_of(stored, io))
+                form.encode_parts(stored.shape, parts, buffer)
+                if not form.view(buffer, stored.shape).is_finite():
                     raise UserError(
                         f"the weights {name!r} contain NaN or infinite values, or values too large for {form.name}: is "
                         "the checkpoint broken?"
                     )
                 yield name, buffer
-
-        try:
-            # another config, or another dtype that a GGUF file was converted to, makes another copy
-            made = [(name, shapes[name], form, self.find(name).format) for name, form in formats.items()]
-            files = made_once(self.files, f"weights as {made}", tensors, len(formats), total, progress)
         finally:
             io.close()
-        self._take(files, formats, shapes)
 
     def convert_quantised(self, method: Method, layers: Seq[Layer], disk_mem: int | None, progress: bool) -> None:
         """Read the matrices that a method quantised from a copy likewise, with the same codes and scales. Raises
@@ -130,13 +132,19 @@ class Checkpoint:
         for file in files:
             copied |= tensors_of(file)
         for name, form in formats.items():
-            stored = copied.get(name)
-            if stored is not None and (stored.shape, stored.format) == ((form.nbytes(shapes[name]),), "U8"):
-                stored = replace(stored, shape=shapes[name], format=form)
-            if stored is None or stored.shape != shapes[name]:
+            stored = as_format(copied.get(name), form, shapes[name])
+            if stored is None:
                 raise UserError(f"the copy {files[0].parent} lacks the weights {name!r}: delete it")
             self.tensors[name] = stored
             self.copy_bytes += stored.nbytes
+
+    def take_formats(self, formats: dict[str, Format], shapes: dict[str, tuple[int, ...]]) -> None:
+        """Read matrices in these formats, in which their bytes are stored. Raises UserError for other bytes."""
+        for name, form in formats.items():
+            stored = as_format(self.find(name), form, shapes[name])
+            if stored is None:
+                raise UserError(f"the checkpoint {self.path} lacks {name!r} in {form.name}, which its config names")
+            self.tensors[name] = stored
 
     def add_file(self, path: Path) -> None:
         self.tensors |= tensors_of(path)
@@ -209,6 +217,13 @@ def tensors_of(path: Path) -> dict[str, Stored]:
         form = Dense(DTYPES[dtype]) if dtype in DTYPES else dtype
         found[name] = Stored(file, 8 + length + entry["data_offsets"][0], tuple(entry["shape"]), form)
     return found
+
+
+def as_format(stored: Stored | None, form: Format, shape: tuple[int, ...]) -> Stored | None:
+    """A tensor whose bytes are a matrix in this format, or which is the matrix in floats; None if it is neither."""
+    if stored is not None and (stored.shape, stored.format) == ((form.nbytes(shape),), "U8"):
+        return replace(stored, shape=shape, format=form)
+    return stored if stored is not None and stored.shape == shape else None
 
 
 def _without(layer: Layer, names: Container[str]) -> Layer:

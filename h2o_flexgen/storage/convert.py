@@ -60,14 +60,7 @@ def made_once(
     """Files with what `tensors` yields, about `count` tensors in `needed` bytes; written unless they exist."""
 
     def make(folder: Path) -> None:
-        free = shutil.disk_usage(folder).free
-        if free < needed:
-            raise UserError(
-                f"converting {files[0].name} takes {gib(needed)} in {cache_root()}, where {gib(free)} is free: "
-                f"{OTHER_HOME}"
-            )
-        with bar(desc=f"converting {files[0].name}", total=count, unit="tensors", show=progress) as shown:
-            _save(tensors(), folder, shown)
+        write_tensors(folder, files[0].name, tensors(), count, needed, progress)
 
     try:
         folder = converted(files, kind, make)
@@ -75,6 +68,18 @@ def made_once(
         cause = (isinstance(e, OSError) and e.strerror) or reason(e)
         raise UserError(f"cannot convert {files[0]} into {cache_root()}: {cause}; {OTHER_HOME}") from None
     return sorted(folder.glob("*.safetensors"))
+
+
+def write_tensors(
+    folder: Path, what: str, tensors: Iterator[tuple[str, Tensor]], count: int, needed: int, progress: bool
+) -> None:
+    """Write about `count` tensors in `needed` bytes into files in a folder. Raises UserError for lack of space; OSError
+    or SafetensorError if that turns out later."""
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise UserError(f"converting {what} takes {gib(needed)} in {folder}, where {gib(free)} is free: {OTHER_HOME}")
+    with bar(desc=f"converting {what}", total=count, unit="tensors", show=progress) as shown:
+        _save(tensors, folder, shown)
 
 
 def _save(tensors: Iterator[tuple[str, Tensor]], folder: Path, shown) -> None:

@@ -14,6 +14,8 @@ from h2o_flexgen.models.quantised.compressed_tensors import compressed_tensors
 from h2o_flexgen.models.quantised.fp8 import FP8
 from h2o_flexgen.models.quantised.gptq import GPTQ
 from h2o_flexgen.models.quantised.method import Method
+from h2o_flexgen.models.quantised.own import NAME as OWN
+from h2o_flexgen.models.quantised.own import Own
 from h2o_flexgen.models.spec import Config, shortened
 
 __all__ = ["METHODS", "Method", "method_of"]
@@ -26,6 +28,7 @@ METHODS: dict[str, Callable[[Config], Method]] = {
     "fbgemm_fp8": FP8,
     "compressed-tensors": compressed_tensors,
     "bitsandbytes": bitsandbytes,
+    OWN: Own,
 }
 
 

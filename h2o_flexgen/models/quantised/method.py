@@ -28,11 +28,13 @@ class Method:
         name: `quant_method`.
         key: the suffix of the tensor with the codes.
         quantises_head: whether the head is quantised too, unless `skipped` names it.
+        is_in_place: whether matrices are read as stored, and not from a copy.
         skipped: patterns of modules that stay floats, for transformers' `should_convert_module`.
     """
 
     key = ".weight"
     quantises_head = False
+    is_in_place = False
 
     def __init__(self, config: Config, skipped: Sequence[str] = ()):
         self.config = config
