@@ -256,8 +256,7 @@ def _read(weight, layout, stored, begin, chunks, size, segment):
     each = layout.size // size
     row_at = segment.row.ctypes.data
     codes_at = segment.codes.ctypes.data
-    halves = np.empty(SEGMENT // _LEAST_CHUNK, np.int16)
-    numbers = np.empty(SEGMENT // _LEAST_CHUNK, np.uint8)
+    buffers = (np.empty(SEGMENT // _LEAST_CHUNK, np.int16), np.empty(SEGMENT // _LEAST_CHUNK, np.uint8))
     lowest = np.float32(weight.lowest)
     most = np.float32(weight.most)
     for n in range(len(stored)):
@@ -266,12 +265,18 @@ def _read(weight, layout, stored, begin, chunks, size, segment):
         for line in range(0, blocks * layout.nbytes, _LINE):
             _prefetch(ahead + line)
         decode(row, first, blocks, layout, segment.row)
-        decode_scales(row, first, blocks, each, layout, halves, numbers, segment.floats[0], segment.floats[1])
+        decode_scales(row, first, blocks, each, layout, buffers, segment.floats[0], segment.floats[1])
         segment.unit[n] = _rounded(segment.floats, chunks, lowest, most, segment.scale[n], segment.minimum[n])
         for c in range(0, -(-chunks // LANES) * LANES, 8):
             target = codes_at + n * SEGMENT + c // LANES * (size * LANES) + c % LANES * 4
             for half in range(0, size, 16):
                 _spread(row_at + c * size + half, target + half * LANES, size, weight.lowest)
+
+
+@njit(nogil=True)
+def _size(kind):
+    """The codes of a chunk."""
+    return 32 if kind < 2 else 16
 
 
 @njit(nogil=True)
@@ -314,10 +319,12 @@ def _add_tiles(kind, codes, code_sums, segment, height, strips, totals):
 
 
 @njit(nogil=True, cache=True)
-def _sums(codes, code_sums, weight, layout, size, stored, outliers, segment, totals, columns):
+def _sums(x_codes, weight, layout, stored, outliers, segment, totals, columns):
     """Write codes @ weight.T for rows `stored` of the weight, _HEIGHT at most, to the first columns of totals
     (R, _HEIGHT) float32, and their elements at `outliers`, from `_spread_places`, to the first ones of columns
-    (U, _HEIGHT) float32. `size`: of a chunk."""
+    (U, _HEIGHT) float32."""
+    codes, code_sums = x_codes
+    size = _size(weight.kind)
     width = weight.rows.shape[1] // layout.nbytes * layout.size
     totals[:] = 0
     u = 0
@@ -340,20 +347,20 @@ def _sums(codes, code_sums, weight, layout, size, stored, outliers, segment, tot
 
 
 @njit(nogil=True, cache=True)
-def multiply(codes, code_sums, x, weight, layout, bias, begin, end, out):
+def multiply(x_codes, x, weight, layout, bias, begin, end, out):
     """out = scale * (codes @ weight.T) + kept @ weight.T[places] + bias, for the outputs `begin` to `end`, as
     `tiles.multiply`.
 
     Args:
-        codes, code_sums: from `arrange`; x: `RowFloats` as a plain tuple.
+        x_codes: codes and sums, from `arrange`; x: `RowFloats` as a plain tuple.
         weight, layout: `Blocks` and `blocks.Arrays` as plain tuples.
         bias: (O,) float32; out: (R, O) floats.
     """
     x = RowFloats(*x)
     weight = Blocks(*weight)
     layout = Arrays(*layout)
-    size = 32 if weight.kind < 2 else 16
-    rows = len(codes)
+    size = _size(weight.kind)
+    rows = len(x_codes[0])
     segment = Segment(
         np.empty((_HEIGHT, SEGMENT), np.uint8),
         np.empty((_HEIGHT, SEGMENT // size), np.int32),
@@ -370,7 +377,7 @@ def multiply(codes, code_sums, x, weight, layout, bias, begin, end, out):
     outliers = _spread_places(x.places, size)
     for o in range(begin, end, _HEIGHT):
         stored = weight.stored[o : min(o + _HEIGHT, end)]
-        _sums(codes, code_sums, weight, layout, size, stored, outliers, segment, totals, columns)
+        _sums(x_codes, weight, layout, stored, outliers, segment, totals, columns)
         for r in range(rows):
             for n in range(U(len(stored))):
                 total[n] = totals[U(r), n] * x.scale[r]

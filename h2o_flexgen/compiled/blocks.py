@@ -18,7 +18,8 @@ _HAS_LOOKUP = bool(simd.FEATURES.get("ssse3"))
 
 
 #: as in `formats.layout`
-HALF, SINGLE = 0, 1
+HALF = 0
+SINGLE = 1
 
 
 class Arrays(NamedTuple):
@@ -49,7 +50,8 @@ def _build(count, kind):
     kinds "bytes" and "bits" also an upper one: some bits of a byte, or a bit of its own."""
 
     def build(context, builder, signature, args):
-        low_at, shift, mask, high_at, high_shift, high_mask, left, offset, target = args[:9]
+        low_at, high_at, numbers, target = args[:4]
+        shift, mask, high_shift, high_mask, left, offset = (builder.extract_value(numbers, n) for n in range(6))
         words = ir.VectorType(I16, count // 2)
         codes = ir.VectorType(I8, count)
 
@@ -80,7 +82,7 @@ def _build(count, kind):
         if high is not None:
             code = builder.or_(code, high)
         if kind == "table":
-            table = context.make_array(signature.args[9])(context, builder, args[9])
+            table = context.make_array(signature.args[4])(context, builder, args[4])
             entries = simd.load(builder, builder.ptrtoint(table.data, I64), I8, 16)
             code = simd.call(builder, "llvm.x86.ssse3.pshuf.b.128", codes, entries, code)
         simd.store(builder, builder.sub(code, every_byte(offset)), target)
@@ -89,39 +91,40 @@ def _build(count, kind):
 
 
 @intrinsic
-def _decode32(_, low_at, shift, mask, high_at, high_shift, high_mask, left, offset, target):
-    """Write 32 codes of a run, less the offset, in int8 to address `target`; their bytes are at two addresses."""
-    return types.void(*[types.int64] * 9), _build(32, "bytes")
+def _decode32(_, low_at, high_at, numbers, target):
+    """Write 32 codes of a run in int8 to address `target`; their bytes are at two addresses. `numbers`: shift and mask
+    of the lower part, shift, mask and left shift of the upper one, and the offset."""
+    return types.void(types.int64, types.int64, numbers, types.int64), _build(32, "bytes")
 
 
 @intrinsic
-def _decode_low32(_, low_at, shift, mask, high_at, high_shift, high_mask, left, offset, target):
+def _decode_low32(_, low_at, high_at, numbers, target):
     """The same where all bits of a code are at the first address."""
-    return types.void(*[types.int64] * 9), _build(32, "low")
+    return types.void(types.int64, types.int64, numbers, types.int64), _build(32, "low")
 
 
 @intrinsic
-def _decode_low16(_, low_at, shift, mask, high_at, high_shift, high_mask, left, offset, target):
+def _decode_low16(_, low_at, high_at, numbers, target):
     """The same of 16 codes."""
-    return types.void(*[types.int64] * 9), _build(16, "low")
+    return types.void(types.int64, types.int64, numbers, types.int64), _build(16, "low")
 
 
 @intrinsic
-def _decode16(_, low_at, shift, mask, high_at, high_shift, high_mask, left, offset, target):
+def _decode16(_, low_at, high_at, numbers, target):
     """The same of 16 codes."""
-    return types.void(*[types.int64] * 9), _build(16, "bytes")
+    return types.void(types.int64, types.int64, numbers, types.int64), _build(16, "bytes")
 
 
 @intrinsic
-def _decode_bits16(_, low_at, shift, mask, high_at, high_shift, high_mask, left, offset, target):
+def _decode_bits16(_, low_at, high_at, numbers, target):
     """The same of 16 codes whose upper bits are in two bytes."""
-    return types.void(*[types.int64] * 9), _build(16, "bits")
+    return types.void(types.int64, types.int64, numbers, types.int64), _build(16, "bits")
 
 
 @intrinsic
-def _look_up16(_, low_at, shift, mask, high_at, high_shift, high_mask, left, offset, target, table):
+def _look_up16(_, low_at, high_at, numbers, target, table):
     """The same of 16 codes that stand for the numbers of a table (16,) int8."""
-    return types.void(*[types.int64] * 9, table), _build(16, "table")
+    return types.void(types.int64, types.int64, numbers, types.int64, table), _build(16, "table")
 
 
 @njit(nogil=True)
@@ -153,9 +156,7 @@ def decode(row, first, count, layout, codes):
         if layout.run % 16 or (has_table and not _HAS_LOOKUP):
             _decode_one_by_one(row, first, count, layout, n, codes)
             continue
-        shift = parts[n, 1]
-        mask = parts[n, 2]
-        rest = (parts[n, 4], parts[n, 5], parts[n, 6], offset)
+        rest = (parts[n, 1], parts[n, 2], parts[n, 4], parts[n, 5], parts[n, 6], offset)
         is_bits = parts[n, 7] == 8
         for i in range(0, layout.run, 16 if has_table or is_bits else step):
             low = begin + parts[n, 0] + i
@@ -164,27 +165,27 @@ def decode(row, first, count, layout, codes):
             if has_table:
                 for b in range(count):
                     at = b * layout.nbytes
-                    _look_up16(low + at, shift, mask, high + at, *rest, target + b * layout.size, table)
+                    _look_up16(low + at, high + at, rest, target + b * layout.size, table)
             elif is_bits:
                 for b in range(count):
                     at = b * layout.nbytes
-                    _decode_bits16(low + at, shift, mask, high + at, *rest, target + b * layout.size)
+                    _decode_bits16(low + at, high + at, rest, target + b * layout.size)
             elif step == 32 and parts[n, 5] == 0:
                 for b in range(count):
                     at = b * layout.nbytes
-                    _decode_low32(low + at, shift, mask, high + at, *rest, target + b * layout.size)
+                    _decode_low32(low + at, high + at, rest, target + b * layout.size)
             elif parts[n, 5] == 0:
                 for b in range(count):
                     at = b * layout.nbytes
-                    _decode_low16(low + at, shift, mask, high + at, *rest, target + b * layout.size)
+                    _decode_low16(low + at, high + at, rest, target + b * layout.size)
             elif step == 32:
                 for b in range(count):
                     at = b * layout.nbytes
-                    _decode32(low + at, shift, mask, high + at, *rest, target + b * layout.size)
+                    _decode32(low + at, high + at, rest, target + b * layout.size)
             else:
                 for b in range(count):
                     at = b * layout.nbytes
-                    _decode16(low + at, shift, mask, high + at, *rest, target + b * layout.size)
+                    _decode16(low + at, high + at, rest, target + b * layout.size)
 
 
 # scales
@@ -277,10 +278,11 @@ def _of_blocks(begin, count, layout, kind, halves, groups, out):
 
 
 @njit(nogil=True, inline="always")
-def decode_scales(row, first, count, groups, layout, halves, numbers, scale, minimum):
+def decode_scales(row, first, count, groups, layout, buffers, scale, minimum):
     """Write the scale and the minimum of each group of `count` blocks of a row, from block `first` on; both (groups,)
-    float32. `groups`: of a block; there may be more than have scales of their own. Buffers: halves (blocks,) int16,
-    numbers (groups,) uint8, a multiple of 4."""
+    float32. `groups`: of a block; there may be more than have scales of their own. Buffers: (blocks,) int16, and
+    (groups,) uint8, a multiple of 4."""
+    halves, numbers = buffers
     begin = row.ctypes.data + first * layout.nbytes
     wanted = groups
     if len(layout.scales) + len(layout.minima):
@@ -318,7 +320,7 @@ def scales(rows, scale, minimum, begin, end, layout):
     numbers = np.empty((scale.shape[1] + 3) // 4 * 4, np.uint8)
     groups = layout.size // layout.group
     for r in range(begin, end):
-        decode_scales(rows[r], 0, blocks, groups, layout, halves, numbers, scale[r], minimum[r])
+        decode_scales(rows[r], 0, blocks, groups, layout, (halves, numbers), scale[r], minimum[r])
 
 
 # to floats and to 8 bits
@@ -361,16 +363,16 @@ def to_floats(rows, scale, minimum, order, layout, out):
 
 
 @njit(nogil=True, cache=True)
-def to_int8(rows, scale, minimum, order, layout, out, out_scale, lowest, highest):
+def to_int8(rows, scale, minimum, order, layout, out, out_scale, bounds):
     """As `to_floats`, but to symmetric codes of 8 bits, `out` (rows, width) int8, with one scale a row, `out_scale`
-    (rows,) float32: 127 stands for the largest number that the codes of any of its groups, `lowest` to `highest`, can
+    (rows,) float32: 127 stands for the largest number that the codes of any of its groups, within `bounds`, can
     stand for (`formats.codes.Codes.largest`)."""
     layout = Arrays(*layout)
     codes = np.empty(out.shape[1], np.int8)
     for r in range(len(rows)):
         most = np.uint32(0)
         for g in range(scale.shape[1]):
-            for end in (lowest, highest):
+            for end in bounds:
                 most = max(most, bits_of(abs(end * scale[r, g] + minimum[r, g])))
         largest = from_bits(most)
         out_scale[order[r]] = largest / np.float32(127)

@@ -70,7 +70,9 @@ class Codes(NamedTuple):
 
     def to_int8_by_loops(self, order: Tensor, codes: Tensor, scale: Tensor) -> None:
         """The same by compiled loops."""
-        self._in_loops(compiled().blocks.to_int8, order, codes.numpy(), scale.numpy(), *map(np.float32, self.bounds))
+        self._in_loops(
+            compiled().blocks.to_int8, order, codes.numpy(), scale.numpy(), tuple(map(np.float32, self.bounds))
+        )
 
     def _in_loops(self, kernel, order: Tensor, *targets) -> None:
         """Run a compiled loop over rows, in all threads."""

@@ -220,7 +220,7 @@ class Tiled(Kernel):
         bias = _fp32(bias, weight)
         if isinstance(weight, Quantised):
             codes = in_order[weight.format.chunk]
-            return partial(compiled().block_tiles.multiply, *codes, x.row_floats, *weight.blocks(), bias)
+            return partial(compiled().block_tiles.multiply, codes, x.row_floats, *weight.blocks(), bias)
         arrays = [t.numpy() for t in (weight.codes.contiguous(), weight.scale)]
         return partial(compiled().tiles.multiply, x.for_tiles, x.row_floats, *arrays, bias)
 

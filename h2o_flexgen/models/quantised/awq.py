@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from h2o_flexgen.formats import Shape
-from h2o_flexgen.models.quantised.method import Grouped, affine, group_size, nibbles, suffixes, texts
+from h2o_flexgen.models.quantised.method import Grouped, affine, group_size, nibbles, texts
 from h2o_flexgen.models.spec import Config, shortened
 
 #: where in its word the code of each of 8 neighbouring outputs is
@@ -21,7 +21,7 @@ class AWQ(Grouped):
 
     def __init__(self, config: Config):
         bits = config.data.get("bits", config.data.get("w_bit"))
-        super().__init__(config, suffixes(texts(config, "modules_to_not_convert")), group_size(config), bits)
+        super().__init__(config, texts(config, "modules_to_not_convert"), group_size(config), bits)
         version = config.data.get("version") or config.data.get("format") or "gemm"
         if str(version).lower() != "gemm":
             raise config.error(f"version {shortened(version)} is not supported, only gemm")

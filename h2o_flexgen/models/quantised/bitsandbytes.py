@@ -9,16 +9,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.formats import Blocks, Int8, Shape
-from h2o_flexgen.models.quantised.method import (
-    Method,
-    as_bytes,
-    block_size,
-    looked_up,
-    nibbles,
-    packed,
-    suffixes,
-    texts,
-)
+from h2o_flexgen.models.quantised.method import Method, as_bytes, block_size, looked_up, nibbles, packed, texts
 from h2o_flexgen.models.spec import Config, shortened
 
 NF4 = (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635)
@@ -42,7 +33,7 @@ class FourBits(Method):
     Scales may be quantised themselves: `nested_absmax`."""
 
     def __init__(self, config: Config):
-        super().__init__(config, suffixes(texts(config, "llm_int8_skip_modules")))
+        super().__init__(config, texts(config, "llm_int8_skip_modules"))
         self.kind = config.text("bnb_4bit_quant_type", "fp4")
         storage = config.text("bnb_4bit_quant_storage", "uint8")
         if self.kind not in TABLES or storage != "uint8":
@@ -97,7 +88,7 @@ class EightBits(Method):
     """`weight` (O, I) int8 and `SCB` (O,), the value of the code 127."""
 
     def __init__(self, config: Config):
-        super().__init__(config, suffixes(texts(config, "llm_int8_skip_modules")))
+        super().__init__(config, texts(config, "llm_int8_skip_modules"))
 
     def format(self, name: str, shape: Shape) -> Int8:
         return Int8()

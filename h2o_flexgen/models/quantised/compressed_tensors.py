@@ -63,8 +63,8 @@ class PackQuantized(Grouped):
         if strategy not in ("group", "channel"):
             raise scheme.error(f"strategy {shortened(strategy)} is not supported; known: group, channel")
         group = scheme.size("group_size") if strategy == "group" else None
-        acts_in_order = scheme.data.get("actorder") == "group"
-        super().__init__(config, skipped, group, scheme.data.get("num_bits"), acts_in_order)
+        act_order = scheme.data.get("actorder") == "group"
+        super().__init__(config, skipped, group, scheme.data.get("num_bits"), act_order)
         self.is_symmetric = scheme.flag("symmetric", True)
 
     def parts(self, shape: Shape, has: Callable[[str], bool]) -> dict[str, Shape | None]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.formats import Blocks, Shape
-from h2o_flexgen.models.quantised.method import Method, as_bytes, block_size, looked_up, spread, suffixes, texts
+from h2o_flexgen.models.quantised.method import Method, as_bytes, block_size, looked_up, spread, texts
 from h2o_flexgen.models.spec import Config, shortened
 
 E4M3 = tuple(torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().tolist())
@@ -22,7 +22,7 @@ class FP8(Method):
 
     def __init__(self, config: Config, block: Sequence[int] | None = None, skipped: Sequence[str] | None = None):
         if skipped is None:
-            skipped = suffixes(texts(config, "modules_to_not_convert", "ignored_layers"))
+            skipped = texts(config, "modules_to_not_convert", "ignored_layers")
         super().__init__(config, skipped)
         self.block = block or config.data.get("weight_block_size")
         is_pair = isinstance(self.block, list) and len(self.block) == 2

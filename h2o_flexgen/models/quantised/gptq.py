@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from h2o_flexgen.formats import Shape
-from h2o_flexgen.models.quantised.method import Grouped, affine, group_size, nibbles, suffixes, texts
+from h2o_flexgen.models.quantised.method import Grouped, affine, group_size, nibbles, texts
 from h2o_flexgen.models.spec import Config, shortened
 
 #: what is added to stored zeros, by the version of the files
@@ -22,9 +22,9 @@ class GPTQ(Grouped):
     def __init__(self, config: Config):
         dynamic = config.data.get("dynamic") or {}
         skipped = [key[2:] for key in dynamic if key.startswith("-:")] if isinstance(dynamic, dict) else []
-        skipped += suffixes(texts(config, "modules_to_not_convert"))
-        acts_in_order = config.flag("desc_act", False) and not config.flag("static_groups", False)
-        super().__init__(config, skipped, group_size(config), config.data.get("bits"), acts_in_order)
+        skipped += texts(config, "modules_to_not_convert")
+        act_order = config.flag("desc_act", False) and not config.flag("static_groups", False)
+        super().__init__(config, skipped, group_size(config), config.data.get("bits"), act_order)
         self.quantises_head = config.flag("lm_head", False)
         version = config.data.get("checkpoint_format") or "gptq"
         if version not in ZEROS:

@@ -29,7 +29,7 @@ class Method:
         key: the suffix of the tensor with the codes.
         quantises_head: whether the head is quantised too, unless `skipped` names it.
         is_in_place: whether matrices are read as stored, and not from a copy.
-        skipped: patterns of modules that stay floats, for transformers' `should_convert_module`.
+        skipped: modules that stay floats: patterns or ends of names, as in transformers' `should_convert_module`.
     """
 
     key = ".weight"
@@ -39,9 +39,9 @@ class Method:
     def __init__(self, config: Config, skipped: Sequence[str] = ()):
         self.config = config
         self.name = str(config.data.get("quant_method", "bitsandbytes"))
-        self.skipped = [f"(?:{pattern})(?:(?<=\\.)|(?=\\.|$))" for pattern in skipped]
+        self.skipped = skipped
         try:
-            self._skips("")
+            [*map(re.compile, skipped)]
         except re.error as e:
             raise config.error(f"a pattern of modules that are not converted is invalid: {e}") from None
 
@@ -71,7 +71,8 @@ class Method:
         return {name: self.expected(name, shapes[name]) for name in names if not self._skips(module_of(name))}
 
     def _skips(self, module: str) -> bool:
-        return any(re.match(pattern, module) for pattern in self.skipped)
+        boundary = r"(?:(?<=\.)|(?=\.|$))"
+        return any(re.match(f"(?:{key}){boundary}", module) or module.endswith(key) for key in self.skipped)
 
 
 def module_of(name: str) -> str:
@@ -91,11 +92,6 @@ def texts(config: Config, *keys: str) -> list[str]:
             raise config.error(f"{key} must be a list of texts, not {shortened(value)}")
         found += value
     return found
-
-
-def suffixes(modules: Sequence[str]) -> list[str]:
-    """Patterns for modules that are meant by the end of their names too."""
-    return [*modules, *(f".*{module}$" for module in modules)]
 
 
 # formats
@@ -156,26 +152,26 @@ def as_bytes(values: Tensor) -> Tensor:
 
 
 class Grouped(Method):
-    """Methods with codes of 4 bits, and a scale and a zero for each group of inputs. `acts_in_order`: the groups are
-    not of neighbours (GPTQ's act-order)."""
+    """Methods with codes of 4 bits, and a scale and a zero for each group of inputs. With
+    `act_order` the inputs of a group are not neighbours."""
 
-    def __init__(self, config: Config, skipped: Sequence[str], group: int | None, bits: object, acts_in_order=False):
+    def __init__(self, config: Config, skipped: Sequence[str], group: int | None, bits: object, act_order=False):
         super().__init__(config, skipped)
         if bits != 4:
             raise config.error(f"{shortened(bits)} bits are not supported, only 4")
         self.group = group  # None: all inputs
-        self.acts_in_order = acts_in_order
+        self.act_order = act_order
 
     def format(self, name: str, shape: Shape) -> Blocks:
         group = self.group or shape[1]
-        if shape[1] % group or shape[0] % 8 or shape[1] % 8:
+        if shape[1] % group or group % 2 or shape[0] % 8 or shape[1] % 8:
             sizes = f"{shape[0]} x {shape[1]} of {name!r}"
             raise self.config.error(f"groups of {group} inputs and words of 8 codes do not divide the {sizes}")
         return zeroed(self.name, block_size(group))
 
     def expected(self, name: str, shape: Shape) -> Format:
         form = self.format(name, shape)
-        return Dense(torch.float16) if self.acts_in_order and self.group else form
+        return Dense(torch.float16) if self.act_order and self.group else form
 
     def groups(self, shape: Shape) -> int:
         return shape[1] // (self.group or shape[1])
