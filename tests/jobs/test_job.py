@@ -16,6 +16,7 @@ from machines import kernels
 from h2o_flexgen import LLM, SamplingParams, UserError
 from h2o_flexgen.engine.observer import ProgressBar
 from h2o_flexgen.errors import Interrupted
+from h2o_flexgen.formats import Blocks
 from h2o_flexgen.jobs import input as jobs_input
 from h2o_flexgen.jobs.job import Job, JobWriter
 from h2o_flexgen.jobs.manifest import Manifest, manifest_path
@@ -249,10 +250,36 @@ def test_weights_in_4_bits_are_multiplied_as_when_the_job_began(job, out, monkey
         linear.use(kernels(blocks=not first))
         code, err = job(*options)
         assert code == 0 and timeless(out) == expected, err
-        assert Manifest.read(manifest_path(out)).settings["in_blocks"] == (first or None)
+        operands = {"int8": "int8", "int4": "int4" if first else "int8"}
+        assert Manifest.read(manifest_path(out)).settings["operands"] == operands
     monkeypatch.setattr(int8, "takes_blocks", lambda: False)
     code, err = job(*options)
     assert code == 2 and "on CPUs with AVX2 only" in last_line(err)
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["codes_of_8_bits", "as_stored"])
+def test_manifests_of_earlier_versions_say_in_blocks(job, out, fast_blocks, first):
+    """With one answer for all formats."""
+    options = ("--compress-weight", "int4", "--compute", "int8")
+    linear.use(kernels(blocks=first))
+    assert job(*options)[0] == 0
+    expected = timeless(out)
+    assert job(*options, "--restart", rows=ROWS[:3])[0] == 0
+    manifest = Manifest.read(manifest_path(out))
+    del manifest.settings["operands"]
+    manifest.settings |= {"in_blocks": True} if first else {}
+    manifest.write(manifest_path(out), is_new=False).close()
+    linear.use(kernels(blocks=not first))
+    code, err = job(*options)
+    assert code == 0 and "3 are left" in err and timeless(out) == expected, err
+
+
+def test_a_machine_without_these_matmuls_does_not_resume(job, out, fast_blocks, monkeypatch):
+    options = ("--compress-weight", "int4", "--compute", "int8")
+    assert job(*options)[0] == 0
+    monkeypatch.setattr(Blocks, "tile", None)
+    code, err = job(*options)
+    assert code == 2 and "other settings: what matmuls in int8 read of the weights" in last_line(err)
 
 
 def test_options_that_change_no_token_may_change(job, out, tmp_path):
