@@ -46,7 +46,9 @@ def planes(at: int, bits: int, each: int, high: int | None = None, high_bits: in
 Q4_K_SCALES = Numbers(((Bits(4, mask=63),), (Bits(12, mask=15), Bits(4, 6, 3, 4))))
 Q4_K_MINIMA = Numbers(((Bits(8, mask=63),), (Bits(12, 4, 15), Bits(8, 6, 3, 4))))
 #: 16 of 6 bits less 32, in 12 bytes
-Q3_K_SCALES = Numbers(tuple((Bits(96 + n % 2 * 4, n // 2 * 4, 15), Bits(104, 2 * n, 3, 4)) for n in range(4)), offset=32)
+Q3_K_SCALES = Numbers(
+    tuple((Bits(96 + n % 2 * 4, n // 2 * 4, 15), Bits(104, 2 * n, 3, 4)) for n in range(4)), offset=32
+)
 #: 8 of 6 bits less 32: 4 bits of each, two in a byte, behind 2 bits of each, four in a byte
 IQ4_XS_SCALES = Numbers(
     tuple((Bits(4 + n // 2, n % 2 * 4, 15), Bits(2 + n // 4, n % 4 * 2, 3, 4)) for n in range(8)), offset=32

@@ -111,9 +111,7 @@ def packs_int8() -> bool:
     return rates().packs(INT8) and int8.can_pack()
 
 
-def int8_operands(
-    formats: Iterable[Format], cuda: bool, asked: bool | dict[str, str] | None = None
-) -> dict[str, str]:
+def int8_operands(formats: Iterable[Format], cuda: bool, asked: bool | dict[str, str] | None = None) -> dict[str, str]:
     """What matmuls in int8 read of matrices in these formats: {name of a quantised format: the same name if they read
     it as stored, else that of `Int8`}. Blocks are read as stored (`block_tiles`) on CPUs where that is hardly slower,
     or as `asked`: for all blocks, or for each format, as in an earlier result. Raises UserError if it is asked for and

@@ -16,12 +16,11 @@ from machines import kernels
 from h2o_flexgen import LLM, SamplingParams, UserError
 from h2o_flexgen.engine.observer import ProgressBar
 from h2o_flexgen.errors import Interrupted
-from h2o_flexgen.formats import Blocks
 from h2o_flexgen.jobs import input as jobs_input
 from h2o_flexgen.jobs.job import Job, JobWriter
 from h2o_flexgen.jobs.manifest import Manifest, manifest_path
 from h2o_flexgen.jobs.output import OutputFile
-from h2o_flexgen.jobs.settings import fingerprint
+from h2o_flexgen.jobs.settings import changes, fingerprint
 from h2o_flexgen.kernels import int8, linear
 
 pytest_plugins = ["command_tools"]
@@ -274,12 +273,20 @@ def test_manifests_of_earlier_versions_say_in_blocks(job, out, fast_blocks, firs
     assert code == 0 and "3 are left" in err and timeless(out) == expected, err
 
 
-def test_a_machine_without_these_matmuls_does_not_resume(job, out, fast_blocks, monkeypatch):
-    options = ("--compress-weight", "int4", "--compute", "int8")
-    assert job(*options)[0] == 0
-    monkeypatch.setattr(Blocks, "tile", None)
-    code, err = job(*options)
-    assert code == 2 and "other settings: what matmuls in int8 read of the weights" in last_line(err)
+@pytest.mark.parametrize(
+    "old, new, message",
+    [
+        ({"operands": {"int4": "int4"}}, {"int4": "int4"}, []),
+        ({"operands": {"int4": "int4"}}, {"int4": "int8"}, ["what matmuls in int8 read of the weights"]),
+        ({"in_blocks": True}, {"int8": "int8", "int4": "int4"}, []),
+        ({"in_blocks": True}, {"int8": "int8", "int4": "int8"}, ["what matmuls in int8 read of the weights"]),
+        ({"in_blocks": None}, {"int8": "int8", "int4": "int8"}, []),
+        ({}, {"int8": "int8", "int4": "int4"}, ["what matmuls in int8 read of the weights"]),
+        ({"operands": None, "compute": "exact"}, {"int4": "int4"}, ["`compute` 'exact', now 'int8'"]),
+    ],
+)
+def test_a_job_with_other_operands_has_other_settings(old, new, message):
+    assert changes({"compute": "int8"} | old, {"compute": "int8", "operands": new}) == message
 
 
 def test_options_that_change_no_token_may_change(job, out, tmp_path):
