@@ -26,7 +26,7 @@ KERNELS = ("native", "widened", "packed", "transposed", "tiled", "floats")
 class KernelRates:
     """Measured rates of one CPU, as `timing.measure` finds them."""
 
-    #: {dtype, or "int8" and "int4": {kernel: {rows: flops per second}}}, without kernels that cannot run here
+    #: {dtype, or in int8 the format of the weights: {kernel: {rows: flops per second}}}, without those that cannot run
     linear: dict[str, dict[str, dict[int, float]]]
     attention: dict[str, float]  # {dtype: flops per second} of the batched matmuls in attention over a prompt
 
