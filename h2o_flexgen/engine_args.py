@@ -15,7 +15,7 @@ from h2o_flexgen.engine.model import LoadedModel, load_model, prepare_cpu_loops
 from h2o_flexgen.engine.observer import Observer
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.formats import Format, dtype_name
-from h2o_flexgen.kernels.linear import takes_in_blocks
+from h2o_flexgen.kernels.linear import int8_operands
 from h2o_flexgen.machine.device import Device
 from h2o_flexgen.machine.profile import Profile
 from h2o_flexgen.models.repository import with_revision
@@ -57,6 +57,7 @@ class EngineArgs:
         compute: "exact" decodes quantised matrices to floats for their matmuls; "int8" multiplies them in int8
             (`kernels.int8`), which is faster and costs a little quality. None: what a policy file says, else "exact".
         in_blocks: with "int8", whether 4-bit weights are multiplied as stored; None: whichever this CPU does faster.
+        operands: with "int8", the same for each format, as in the manifest of a job.
         offload_dir: folder for the cache, hidden states and random weights on disk, in unnamed files.
         mem: the most bytes of RAM to use in all, for the process, the weights and everything else (default: all that is
             free); with CUDA, of the host's RAM. `gpu_mem` or `cpu_mem` may set tighter limits.
@@ -86,6 +87,7 @@ class EngineArgs:
     compress_cache: str | None = None
     compute: str | None = None
     in_blocks: bool | None = None
+    operands: dict[str, str] | None = None
     offload_dir: str | Path | None = None
     mem: int | None = None
     gpu_mem: int | None = None
@@ -124,6 +126,12 @@ class EngineArgs:
         self.chat_template_kwargs = checked_kwargs(self.chat_template_kwargs)
         self.observer = self.observer or Observer()
 
+    def operands_of(self, formats: dict[str, Format], cuda: bool) -> dict[str, str] | None:
+        """What int8 matmuls read of a model with matrices in these formats; None if matmuls are exact. Raises UserError
+        if that is weights as stored, and this CPU cannot."""
+        asked = self.in_blocks if self.operands is None else self.operands
+        return int8_operands(formats.values(), cuda, asked) if self.compute == "int8" else None
+
     def check_caps(self, cuda: bool) -> None:
         """Raises UserError for a limit that does nothing: without CUDA a search never uses the cpu tier."""
         if self.policy == "auto" and not cuda and self.cpu_mem is not None:
@@ -159,7 +167,7 @@ def load(args: EngineArgs, device: Device) -> LoadedModel:
         compute=args.compute,
         disk_mem=args.disk_mem,
     )
-    model.in_blocks = takes_in_blocks(model.formats.values(), args.compute, device.is_cuda, args.in_blocks)
+    model.operands = args.operands_of(model.formats, device.is_cuda)
     model.chat.set_kwargs(args.chat_template_kwargs)
     if not device.is_cuda:
         rolling = isinstance(args.kv_budget, KVBudget) and args.kv_budget.position_rolling
@@ -193,7 +201,7 @@ def planner_of(
         profile, measure: as for `Planner`.
 
     Raises:
-        UserError: this CPU cannot multiply 4-bit weights as stored, and `in_blocks` asks for it.
+        UserError: as `EngineArgs.operands_of`.
     """
     counted = {
         kind: ModelData.of(
@@ -204,9 +212,8 @@ def planner_of(
             dummy=model.is_dummy,
             formats=model.formats,
             copy_bytes=model.copy_bytes,
-            compute=args.compute,
-            compressed=kind is not None,
-            in_blocks=takes_in_blocks(model.formats.values(), args.compute, cuda, args.in_blocks),
+            operands=args.operands_of(model.formats, cuda),
+            decodes=kind is None,
         )
         for kind, model in models.items()
     }

@@ -1,4 +1,5 @@
-"""The recipes in docs/ work: their code makes a model family and a cache rule that pass the tests of all others."""
+"""The recipes in docs/ work: their code makes a model family, a cache rule and a format that pass the tests of all
+others."""
 
 from __future__ import annotations
 
@@ -7,22 +8,28 @@ import re
 import sys
 from types import ModuleType
 
+import gguf
+import numpy as np
 import oracle
 import pytest
 import torch
 import zoo
 from command_tools import FP32
+from gguf import GGMLQuantizationType as Type
 from machines import ROOT, T4, laptop, planner_of
 from test_parity import test_tokens_are_those_of_transformers_and_of_the_oracle as check_tokens
 
 from h2o_flexgen import LLM, KVBudget, UserError, kv_cache
 from h2o_flexgen.commands.main import main
+from h2o_flexgen.formats import GGUF, Blocks, ggml
 from h2o_flexgen.kv_cache import RULES
 from h2o_flexgen.models import registry
 from h2o_flexgen.models.spec import Config
 from h2o_flexgen.planning.memory import Resources
 from h2o_flexgen.planning.workload import Workload
+from tests import test_formats
 from tests.kv_cache import test_rule_exactness, test_rules
+from tests.models import test_gguf
 
 pytest_plugins = ["command_tools"]
 
@@ -177,3 +184,71 @@ def test_the_new_rule_is_predicted_at_the_rates_of_h2o(rule, profile):
         return planner.choose(job, resources, kv_budget=KVBudget.from_ratio(0.2, rule=name)).prediction
 
     assert predicted("tova") == predicted("h2o")
+
+
+# a format
+
+FORMAT = blocks("formats.md")
+
+
+class New4:
+    """What the package `gguf` would know about the new type."""
+
+    @staticmethod
+    def quantize(data: np.ndarray) -> np.ndarray:
+        rows = data.reshape(len(data), -1, 32)
+        largest = np.take_along_axis(rows, np.abs(rows).argmax(axis=-1, keepdims=True), axis=-1)
+        scale = (largest / 8).astype(np.float16)  # of either sign, so that the largest code is used
+        codes = (np.round(rows / np.where(scale == 0, 1, scale.astype(np.float32))) + 7).clip(0, 15).astype(np.uint8)
+        packed = codes[..., :16] << 4 | codes[..., 16:]
+        return np.concatenate([packed, scale.view(np.uint8)], axis=-1).reshape(len(data), -1)
+
+    @staticmethod
+    def dequantize(raw: np.ndarray) -> np.ndarray:
+        stored = np.ascontiguousarray(raw).reshape(len(raw), -1, 18)
+        codes = np.concatenate([stored[..., :16] >> 4, stored[..., :16] & 15], axis=-1)
+        scale = stored[..., 16:].copy().view(np.float16).astype(np.float32)
+        return ((codes.astype(np.float32) - 7) * scale).reshape(len(raw), -1)
+
+
+@pytest.fixture(scope="module")
+def new_type():
+    """The type in GGUF files, registered here and in the package."""
+    with pytest.MonkeyPatch.context() as patch:
+        made = int.__new__(Type, 250)
+        made._name_ = "NEW4"
+        made._value_ = 250
+        patch.setitem(Type._value2member_map_, made.value, made)
+        patch.setitem(Type._member_map_, made.name, made)
+        patch.setitem(gguf.GGML_QUANT_SIZES, made, (32, 18))
+        patch.setitem(gguf.quants._type_traits, made, New4)
+        layout = added(FORMAT["h2o_flexgen/formats/ggml.py"], ggml)["LAYOUTS"]["NEW4"]
+        patch.setitem(GGUF, "NEW4", Blocks("NEW4", layout))
+        yield made
+
+
+@pytest.fixture(scope="module")
+def new_llama(new_type, tmp_path_factory) -> zoo.Tiny:
+    return test_gguf.quantised_llama(tmp_path_factory.mktemp("new"), new_type)
+
+
+def test_the_new_format_decodes_as_it_is_defined(new_type):
+    test_formats.test_a_gguf_type_decodes_as_in_the_package(None, "NEW4", torch.float32)
+    test_formats.test_weights_that_the_package_encodes_come_close("NEW4")
+    test_formats.test_conversion_to_int8_gives_every_row_one_scale(None, GGUF["NEW4"], 0)
+
+
+def test_the_new_format_is_streamed_as_stored(new_llama, run, tmp_path):
+    test_gguf.test_its_matrices_are_read_in_place(new_llama, tmp_path)
+    where = test_gguf.ON_DISK
+    test_gguf.test_a_quantised_llama_gives_the_tokens_of_transformers(new_llama, run, where, (3, 3))
+
+
+def test_the_new_format_is_decoded_at_loading_where_there_is_room(new_llama):
+    test_gguf.test_it_is_decoded_on_loading_where_there_is_room(new_llama)
+
+
+@pytest.mark.parametrize("as_stored", [False, True], ids=["codes_of_8_bits", "as_stored"])
+def test_the_new_format_is_multiplied_in_int8(new_llama, monkeypatch, request, as_stored):
+    where = test_gguf.ON_DISK
+    test_gguf.test_its_matmuls_in_int8_are_those_of_the_oracle(new_llama, monkeypatch, request, where, as_stored)

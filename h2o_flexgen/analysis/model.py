@@ -12,6 +12,7 @@ from torch import Tensor
 from h2o_flexgen.engine.model import LoadedModel
 from h2o_flexgen.engine.sampling import score_rows
 from h2o_flexgen.errors import UserError
+from h2o_flexgen.formats.forms import forms
 from h2o_flexgen.machine import memory
 from h2o_flexgen.machine.device import open_device
 from h2o_flexgen.models.registry import family
@@ -79,7 +80,9 @@ class LayerModel:
         transport = self._transport = Transport(open_device("cpu"), default_root(), overlap=False)
         try:
             tiers = {name: "disk" if streams else "gpu" for layer in model.layers for name in layer.shapes}
-            self._weights = WeightStore(transport, model.dtype, model.layers, tiers, model.source, progress)
+            formats = {name: model.source.format(name) for name in tiers}
+            as_stored = forms(formats, model.dtype, head=model.layers[-1].streamed_shapes)[-1]
+            self._weights = WeightStore(transport, model.dtype, model.layers, as_stored, tiers, model.source, progress)
         finally:
             if not streams:
                 transport.close()

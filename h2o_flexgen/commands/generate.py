@@ -155,7 +155,7 @@ def run(args: argparse.Namespace) -> None:
         if job is not None and job.dtype and args.dtype == "auto":
             arguments["dtype"] = job.dtype
         if job is not None:
-            arguments["in_blocks"] = job.in_blocks
+            arguments |= job.matmuls
         with LLM(policy=policy or args.policy or "auto", kv_budget=budget, **arguments) as llm:
             llm.expect_len = args.expect_len
             weights = weights_text(llm.model.compress_weight, llm.model.compute)

@@ -85,8 +85,7 @@ def run(args: argparse.Namespace) -> None:
         return choose(changed, length, planner_for(changed, found, profile, policy, None), policy, budget)
 
     if not args.search and not choice.plan.missing():
-        is_quantised = not all(form.is_dense for form in model.formats.values())
-        suggestions = suggest(args, choice, is_quantised, plan_again)
+        suggestions = suggest(args, choice, model.is_quantised, plan_again)
         result["suggestions"] = [asdict(suggestion) for suggestion in suggestions]
         if suggestions and not args.json:
             print_text(describe_suggestions(suggestions))

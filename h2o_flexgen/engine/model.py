@@ -52,8 +52,8 @@ class LoadedModel:
         tokenizer: None if the model has none.
         chat: its chat template.
         formats: of the matrices in the checkpoint. Vectors are left out, since they never stream.
-        compress_weight, compute: as for `LLM`.
-        in_blocks: whether int8 matmuls read 4-bit weights as stored.
+        compress_weight: as for `LLM`.
+        operands: what int8 matmuls read, as from `linear.int8_operands`; None if matmuls are exact.
         revision: the commit of weights from the Hugging Face hub; None for others.
     """
 
@@ -65,8 +65,7 @@ class LoadedModel:
     tokenizer: object | None
     formats: dict[str, Format]
     compress_weight: str | None = None
-    compute: str = "exact"
-    in_blocks: bool = False
+    operands: dict[str, str] | None = None
     revision: str | None = None
 
     def __post_init__(self):
@@ -76,6 +75,11 @@ class LoadedModel:
     def is_quantised(self) -> bool:
         """Whether some matrices are quantised."""
         return not all(form.is_dense for form in self.formats.values())
+
+    @property
+    def compute(self) -> str:
+        """As for `LLM`."""
+        return "exact" if self.operands is None else "int8"
 
     @property
     def is_dummy(self) -> bool:
@@ -186,7 +190,7 @@ def load_model(
     if compressed_to:
         source.compress(compressed_to, disk_mem, progress)
     name = model_name(model, path, weights)
-    found = LoadedModel(name, spec, dtype, layers, source, tokenizer, formats, compress_weight, compute)
+    found = LoadedModel(name, spec, dtype, layers, source, tokenizer, formats, compress_weight)
     found.revision = weights and commit(weights)
     prepare_loops(dtype, found.is_quantised, compute)
     return found

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from h2o_flexgen.engine.batch import Chunk
 from h2o_flexgen.engine.scheduler import Pass
 from h2o_flexgen.engine.stores import Stores
-from h2o_flexgen.formats import dtype_name
+from h2o_flexgen.formats import Blocks, dtype_name
 from h2o_flexgen.machine import memory
 from h2o_flexgen.machine.device import Device
 from h2o_flexgen.policy import TIERS
@@ -155,7 +155,7 @@ def _optional(stores: Stores, meter: Meter) -> dict:
         "compress_weight": model.compress_weight,
         "compress_cache": job.compress_cache,
         "compute": None if model.compute == "exact" else model.compute,
-        "in_blocks": model.in_blocks or None,
+        "in_blocks": any(isinstance(form.operand, Blocks) for form in job.forms.values()) or None,
         "model_revision": model.revision,
     }
 

@@ -23,7 +23,6 @@ from h2o_flexgen.machine.device import Device
 from h2o_flexgen.models.rope import unchanged
 from h2o_flexgen.planning.execution_plan import ExecutionPlan
 from h2o_flexgen.policy import MARGIN
-from h2o_flexgen.storage.decoded import Decoded
 from h2o_flexgen.storage.transport import Transport
 from h2o_flexgen.storage.weights import WeightStore
 from h2o_flexgen.utils import interrupts
@@ -53,7 +52,7 @@ class Runner:
         self.transport: Transport | None = None
         self.weights: WeightStore | None = None
         self.streams: Streams | None = None
-        self._placed = None  # (tiers of the weights, overlap, how they were decoded)
+        self._placed = None  # (tiers of the weights, overlap, forms of the weights)
         if device.is_cuda:
             device.start(gpu_mem)
         memory.hold_heap()
@@ -162,25 +161,19 @@ class Runner:
 
     def _load_weights(self, job: ExecutionPlan) -> None:
         """Load the weights, unless they are already placed as the job wants them."""
-        placed = (job.placement.weights, job.policy.overlap, job.decoding)
+        placed = (job.placement.weights, job.policy.overlap, job.forms)
         if placed == self._placed:
             return
         self.close()
         self.transport = Transport(self.device, self.offload_root, job.policy.overlap)
-        layers = self.model.layers
-        source = self.model.source
-        if job.decoding is not None:
-            layers = job.decoding.layers
-            source = Decoded(source, job.decoding.formats)
         self.weights = WeightStore(
             self.transport,
             self.model.dtype,
-            layers,
+            job.layers,
+            job.forms,
             job.placement.weights,
-            source,
+            self.model.source,
             self.progress,
-            self.model.compute,
-            self.model.in_blocks,
         )
         self._placed = placed
 

@@ -1,6 +1,9 @@
-"""Which format each tensor of a job has: what `compress_weight`, `compress_cache` and `compute` mean."""
+"""Which forms the tensors of a job have: what `compress_weight`, `compress_cache` and `compute` mean."""
 
 from __future__ import annotations
+
+from collections.abc import Container
+from typing import NamedTuple
 
 import torch
 
@@ -17,6 +20,8 @@ COMPRESSED = ("int8", "int4")
 CONVERTED = (*COMPRESSED, "q4_0")
 #: what `compute` may be
 COMPUTE = ("exact", "int8")
+#: ends the name of a copy of a tensor
+COPY = " (copy)"
 
 
 # the weights
@@ -47,9 +52,73 @@ def _in_4_bits(kind: str, name: str, width: int) -> Format:
     return form
 
 
-def in_memory(form: Format, dtype: torch.dtype) -> Format:
-    """The format in which a tensor is kept in RAM and on a GPU, for a job that computes in `dtype`."""
-    return Dense(dtype) if form.is_dense else form
+class Form(NamedTuple):
+    """How a tensor lies in the file, on its tier, and as its matmul reads it."""
+
+    stored: Format
+    kept: Format  # in RAM and on a GPU
+    operand: Format
+    is_sliced: bool = False  # its matmul makes the operand from what is kept, a slice at a time
+
+    @property
+    def in_int8(self) -> bool:
+        """Whether it is multiplied in int8: by its codes, however many bits they have."""
+        return not self.operand.is_dense
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether its matmul reads it as kept; others are decoded to floats or unpacked to int8 first."""
+        return self.kept == self.operand
+
+    @property
+    def given(self) -> Format:
+        """What its matmul is given."""
+        return self.kept if self.is_sliced else self.operand
+
+
+def forms(
+    formats: dict[str, Format],
+    dtype: torch.dtype,
+    operands: dict[str, str] | None = None,
+    gathered: Container[str] = (),
+    head: Container[str] = (),
+    decodes: bool = False,
+) -> list[dict[str, Form]]:
+    """{name: form} of a model's tensors in each way in which they may be kept. In the last one all are kept as stored;
+    in those before it, the fastest first, quantised matrices are decoded when they are loaded, into their operands, so
+    that no step has to decode; these need room for all weights on the device.
+
+    Args:
+        formats: those in which the tensors are stored.
+        dtype: of the computation; floats are always kept in it.
+        operands: as from `linear.int8_operands`; None for exact matmuls, which read floats.
+        gathered: tensors of the embedding. For matmuls in int8 they are never decoded, since their rows are read as
+            floats. A head that is tied to them becomes a copy, named with `COPY`, if there is room; else it stays, too.
+        head: tensors of the head, which may be as large as many layers and so is decoded a slice at a time.
+        decodes: whether anything may be decoded when it is loaded.
+    """
+    as_stored = {}
+    for name, stored in formats.items():
+        kept = Dense(dtype) if stored.is_dense else stored
+        operand = _operand(stored, dtype, operands)
+        as_stored[name] = Form(stored, kept, operand, is_sliced=name in head and kept != operand)
+    ways = []
+    for copies in (True, False) if decodes else ():
+        found = {}
+        for name, form in as_stored.items():
+            stays = operands is not None and name in gathered
+            found[name] = form if stays else form._replace(kept=form.operand, is_sliced=False)
+            if stays and copies and form.is_sliced:
+                found[name + COPY] = form._replace(kept=form.operand, is_sliced=False)
+        if found not in (*ways, as_stored):
+            ways.append(found)
+    return [*ways, as_stored]
+
+
+def _operand(form: Format, dtype: torch.dtype, operands: dict[str, str] | None) -> Format:
+    if form.is_dense or operands is None:
+        return Dense(dtype)
+    return form if operands[form.name] == form.name else Int8()
 
 
 def check_compute(compute: str, formats: dict[str, Format]) -> None:

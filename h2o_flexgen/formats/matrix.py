@@ -29,8 +29,7 @@ class Quantised:
     format: Format
     raw: Tensor  # its bytes (uint8), on any device
     shape: Shape
-    in_int8: bool = False  # it is multiplied in int8
-    in_blocks: bool = False  # that reads the stored codes directly
+    operand: Format | None = None  # what its matmul reads, if that multiplies in int8; else it reads floats
 
     @property
     def nbytes(self) -> int:

@@ -102,9 +102,15 @@ class Job:
         return self.before and self.before.settings.get("dtype")
 
     @property
-    def in_blocks(self) -> bool | None:
-        """Whether the job began with 4-bit weights multiplied as stored."""
-        return self.before and bool(self.before.settings.get("in_blocks"))
+    def matmuls(self) -> dict:
+        """The options of `LLM` that give the int8 matmuls that the job began with; manifests of earlier versions have
+        one answer for all formats."""
+        if self.before is None:
+            return {}
+        settings = self.before.settings
+        if "operands" in settings:
+            return {"operands": settings["operands"]}
+        return {"in_blocks": bool(settings.get("in_blocks"))}
 
     def run(self, llm: LLM, rows: Rows, params: SamplingParams, retry_errors: bool = False) -> None:
         """Run the rows that are left, and put all in the order of the input. A `Job` runs once: make another to resume.

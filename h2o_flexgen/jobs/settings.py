@@ -8,15 +8,19 @@ import json
 from h2o_flexgen import __version__
 from h2o_flexgen.engine.model import LoadedModel
 from h2o_flexgen.engine.sampling import SamplingParams
-from h2o_flexgen.formats import dtype_name
+from h2o_flexgen.formats import Int8, dtype_name
 from h2o_flexgen.kv_cache import layer_losses
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.models.folder import weight_files
 from h2o_flexgen.policy import KVBudget
 from h2o_flexgen.utils.files import samples
 
-#: what settings that are fingerprints stand for, in words
-FILES = {"files": "the model's files or tokenizer", "layers": "what the file of `kv_rule`'s option layers says"}
+#: settings that are no options, in words
+WORDS = {
+    "files": "the model's files or tokenizer",
+    "layers": "what the file of `kv_rule`'s option layers says",
+    "operands": "what matmuls in int8 read of the weights",
+}
 
 
 def settings_of(llm: LLM, params: SamplingParams, longest_prompt: int) -> dict:
@@ -32,7 +36,7 @@ def settings_of(llm: LLM, params: SamplingParams, longest_prompt: int) -> dict:
         "compress_weight": llm.model.compress_weight,
         "compress_cache": llm.compress_cache,
         "compute": llm.model.compute,
-        "in_blocks": llm.model.in_blocks or None,
+        "operands": llm.model.operands,
         "kv_budget": budget.to_dict(longest_prompt) if isinstance(budget, KVBudget) else budget,
         "layers": layers and hashlib.sha256(repr(layers).encode()).hexdigest()[:16],  # the budget only names a file
         **{name: getattr(params, name) for name in sampling},
@@ -47,9 +51,17 @@ def settings_of(llm: LLM, params: SamplingParams, longest_prompt: int) -> dict:
 def changes(old: dict, new: dict) -> list[str]:
     """Which settings differ, in words. The location and the revision of the same files do not matter."""
     names = [name for name in new if old.get(name) != new[name]]
+    if "compute" in names or _are_same_matmuls(old, new["operands"] or {}):
+        names = [name for name in names if name != "operands"]
     if "files" not in names:
         names = [name for name in names if name not in ("model", "model_revision")]
-    return [FILES.get(name) or f"`{name}` {old.get(name)!r}, now {new[name]!r}" for name in names]
+    return [WORDS.get(name) or f"`{name}` {old.get(name)!r}, now {new[name]!r}" for name in names]
+
+
+def _are_same_matmuls(old: dict, operands: dict[str, str]) -> bool:
+    """Whether a manifest of an earlier version, which only says if some weights are multiplied as stored that are not
+    in `Int8`, means these operands."""
+    return "operands" not in old and bool(old.get("in_blocks")) == any(name != Int8.name for name in operands.values())
 
 
 def fingerprint(model: LoadedModel) -> str:

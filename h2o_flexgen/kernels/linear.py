@@ -60,7 +60,7 @@ def linears(
 
 def _is_int8(weight: Tensor | Quantised | Int8Weight) -> bool:
     """Whether the kernels of `int8` read a weight directly."""
-    return isinstance(weight, Int8Weight) or (isinstance(weight, Quantised) and weight.in_blocks)
+    return isinstance(weight, Int8Weight) or (isinstance(weight, Quantised) and weight.operand == weight.format)
 
 
 def _linear(x: Tensor, weight: Tensor | Quantised, bias: Tensor | None, outliers: bool) -> Tensor:
@@ -79,15 +79,16 @@ def sliced(x: Tensor, weight: Quantised, bias: Tensor | None = None, outliers: b
     rows = x.reshape(-1, x.shape[-1])
     (height, width) = weight.shape
     out = x.new_empty(len(rows), height)
-    form = Int8() if weight.in_int8 else Dense(x.dtype)
-    step = slice_rows(width, 1 if weight.in_int8 else x.dtype.itemsize)
+    in_int8 = weight.operand is not None
+    form = weight.operand or Dense(x.dtype)
+    step = slice_rows(width, 1 if in_int8 else x.dtype.itemsize)
     buffer = torch.empty(form.nbytes((min(step, height), width)), dtype=torch.uint8, device=x.device)
     for begin in range(0, height, step):
         shape = min(step, height - begin), width
         part = form.view(buffer[: form.nbytes(shape)], shape)
         target = out[:, begin : begin + step]
         weight.decode_into(part, begin)
-        decoded = Int8Weight(*Int8().parts(part.raw, shape)) if weight.in_int8 else part
+        decoded = Int8Weight(*Int8().parts(part.raw, shape)) if in_int8 else part
         target.copy_(linear(rows, decoded, None if bias is None else bias[begin : begin + step], outliers))
     return out.view(*x.shape[:-1], -1)
 
@@ -110,34 +111,25 @@ def packs_int8() -> bool:
     return rates().packs(INT8) and int8.can_pack()
 
 
-def takes_in_blocks(formats: Iterable[Format], compute: str, cuda: bool, asked: bool | None = None) -> bool:
-    """Whether int8 matmuls of a model with matrices in these formats read blocks as stored (`block_tiles`): as `asked`,
-    or by default on CPUs where that is hardly slower. Raises UserError if it is asked for and this CPU cannot.
-    """
-    if compute != "int8" or cuda or asked is False or not any(map(_is_block, formats)):
+def int8_operands(formats: Iterable[Format], cuda: bool, asked: bool | dict[str, str] | None = None) -> dict[str, str]:
+    """What matmuls in int8 read of matrices in these formats: {name of a quantised format: the same name if they read
+    it as stored, else that of `Int8`}. Blocks are read as stored (`block_tiles`) on CPUs where that is hardly slower,
+    or as `asked`: for all blocks, or for each format, as in an earlier result. Raises UserError if it is asked for and
+    this CPU cannot."""
+    quantised = (form for form in formats if not form.is_dense)
+    return {form.name: form.name if _is_read_as_stored(form, cuda, asked) else Int8.name for form in quantised}
+
+
+def _is_read_as_stored(form: Format, cuda: bool, asked: bool | dict[str, str] | None) -> bool:
+    if form == Int8():
+        return True
+    if isinstance(asked, dict):
+        asked = asked.get(form.name) == form.name
+    if cuda or asked is False or not isinstance(form, Blocks) or form.tile is None:
         return False
     if asked and not int8.takes_blocks():
         raise UserError("`in_blocks`: matmuls read weights in 4 bits directly on CPUs with AVX2 only")
-    return int8.takes_blocks() and (asked or rates().takes_blocks())
-
-
-def _is_block(form: Format) -> bool:
-    return isinstance(form, Blocks) and form.tile is not None
-
-
-def is_as_stored(form: Format, in_blocks: bool) -> bool:
-    """Whether matmuls in int8 read a quantised matrix as stored."""
-    return form == Int8() or (in_blocks and _is_block(form))
-
-
-def matmul_format(form: Format, dtype: torch.dtype, compute: str, in_blocks: bool, is_head: bool = False) -> Format:
-    """What `linear` is given for a matrix that is kept in `form`: floats, or with `compute` "int8" codes if it is
-    quantised. A quantised head stays in its form, which `linear` converts a slice at a time."""
-    if form.is_dense:
-        return Dense(dtype)
-    if is_head or (compute == "int8" and is_as_stored(form, in_blocks)):
-        return form
-    return Int8() if compute == "int8" else Dense(dtype)
+    return int8.takes_blocks() and (asked or rates().takes_blocks(form.name))
 
 
 def always_tiles() -> bool:

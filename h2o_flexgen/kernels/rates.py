@@ -26,7 +26,7 @@ KERNELS = ("native", "widened", "packed", "transposed", "tiled", "floats")
 class KernelRates:
     """Measured rates of one CPU, as `timing.measure` finds them."""
 
-    #: {dtype, or "int8" and "int4": {kernel: {rows: flops per second}}}, without kernels that cannot run here
+    #: {dtype, or in int8 the format of the weights: {kernel: {rows: flops per second}}}, without those that cannot run
     linear: dict[str, dict[str, dict[int, float]]]
     attention: dict[str, float]  # {dtype: flops per second} of the batched matmuls in attention over a prompt
 
@@ -51,13 +51,14 @@ class KernelRates:
         packed = self.linear.get(dtype, {}).get("packed")
         return packed is not None and MARGIN * _seconds(packed) < self._unpacked_seconds(dtype)
 
-    def takes_blocks(self) -> bool:
-        """Whether int8 matmuls of many rows are at most MARGIN slower with weights in blocks of 4 bits than with codes
-        of 8 bits, which must be made from them first."""
-        if INT4 not in self.linear:
+    def takes_blocks(self, form: str = INT4) -> bool:
+        """Whether int8 matmuls of many rows are at most MARGIN slower with weights in blocks of a format than with
+        codes of 8 bits, which must be made from them first. If the format was not measured, int4 stands for it."""
+        blocks = self.linear.get(form) or self.linear.get(INT4)
+        if blocks is None:
             return False
         fastest = {rows: self._fastest(INT8, rows) for rows in MANY}
-        return _seconds(self.linear[INT4]["tiled"], MANY) < MARGIN * _seconds(fastest, MANY)
+        return _seconds(blocks["tiled"], MANY) < MARGIN * _seconds(fastest, MANY)
 
     def gains_by_int8(self, dtype: str) -> bool:
         """Whether matmuls in int8, with weights in 8 bits or in blocks of 4 bits, are clearly faster than in a float

@@ -81,14 +81,14 @@ class Profile:
     crowded: float = 0.0  # fraction of the time that the measuring process waited for a core
     kernels: KernelRates | None = None  # rates by which CPU kernels are chosen; None for CUDA and unmeasured machines
 
-    def matmul_seconds(self, shape: Shape, rows: int, resident: bool = False, bits: int | None = None) -> float:
+    def matmul_seconds(self, shape: Shape, rows: int, resident: bool = False, codes: str | None = None) -> float:
         """Of x @ W.T for `rows` rows of x and W of this (out, in) shape.
 
         The rate is that of the measured shape nearest in log-log distance: it predicts unmeasured shapes within 7 % on
-        average, interpolating by number of elements within 9 %. `bits`: of the weight, for int8 arithmetic; where that
-        was not measured, the rates of floats stand in.
+        average, interpolating by number of elements within 9 %. `codes`: the name of the weight's format, for int8
+        arithmetic; if that was not measured, the rates of int4, int8 or floats stand in.
         """
-        kinds = [f"int{bits} resident"] * resident + [f"int{bits}", "int8"] if bits else []
+        kinds = [f"{codes} resident"] * resident + [codes, "int4", "int8"] if codes else []
         kinds += ["resident"] * resident
         tables = next((self.matmul[kind] for kind in kinds if kind in self.matmul), self.matmul["streamed"])
         out, width = shape

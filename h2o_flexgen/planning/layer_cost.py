@@ -76,7 +76,7 @@ class LayerCost:
         self.layer_bytes = [sum(map(shapes.nbytes, layer)) for layer in self.matrices]
         # resident matrices are packed, except tables whose rows are looked up, and those that are decoded or unpacked
         gathered = {name for layer in shapes.layers for name, _ in layer.gathered.values()}
-        self._packed = set(filter(shapes.read_as_kept, shapes.formats)) - gathered
+        self._packed = {name for name, form in shapes.forms.items() if form.is_direct} - gathered
         self._crosses = 1 if shapes.cuda else 0  # whether disk data is also copied between the host and the GPU
         self.matmul_seconds = cache(self.matmul_seconds)
         self._attention = cache(self._attention)
@@ -88,10 +88,9 @@ class LayerCost:
         """`rows` rows through the matrices of a layer, together; all of these are resident or all stream."""
         seconds = 0.0
         for name, shape in self.matrices[layer].items():
-            bits = None  # the matrix is multiplied as floats
-            if self.shapes.in_int8(name):
-                bits = 4 if self.shapes.reads_blocks(name) else 8
-            seconds += self.profile.matmul_seconds(shape, rows, resident and name in self._packed, bits)
+            form = self.shapes.forms[name]
+            codes = form.operand.name if form.in_int8 else None
+            seconds += self.profile.matmul_seconds(shape, rows, resident and name in self._packed, codes)
         return seconds
 
     def _matmuls(self, layer: int, rows: Counter[int], streamed: Amount) -> Amount:
@@ -134,11 +133,11 @@ class LayerCost:
     def _decoding(self, layer: int) -> float:
         """Seconds in which a layer's quantised matrices are decoded, or unpacked to int8."""
         seconds = 0.0
-        shapes = self.shapes
         for name, shape in self.matrices[layer].items():
-            if not shapes.read_as_kept(name):
-                rate = self.profile.unpack_rate if shapes.in_int8(name) else self.profile.decode_rate
-                seconds += prod(shape) / rate(shapes.formats[name].name)
+            form = self.shapes.forms[name]
+            if not form.is_direct:
+                rate = self.profile.unpack_rate if form.in_int8 else self.profile.decode_rate
+                seconds += prod(shape) / rate(form.kept.name)
         return seconds
 
     def conversion(self, weights: Offloaded) -> Amount:

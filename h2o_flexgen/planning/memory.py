@@ -180,7 +180,7 @@ def _plan_weights(plan: MemoryPlan, shapes: Shapes, placement: Placement, overla
     if shapes.cuda:
         on_disk = [each.retyped for name, each in tensors.items() if tiers[name] == "disk"]
         plan.add("gpu", "weight conversion for one matrix", max(on_disk, default=0))
-    formats = map(shapes.formats.get, tensors)
+    formats = [shapes.forms[name].kept for name in tensors]
     plan.add("gpu", "weight decoding", decode_bytes(formats, shapes.torch_dtype, shapes.cuda))
 
 

@@ -52,7 +52,7 @@ class CandidateJob:
     @cached_property
     def variants(self) -> list[ModelData]:
         """The model with its quantised matrices decoded while they are loaded, fastest first, then as stored."""
-        return [*self.model.decodings(), self.model]
+        return [*self.model.decoded(), self.model]
 
     @cached_property
     def without_search(self) -> tuple[ModelData, Policy] | None:
@@ -80,10 +80,11 @@ class CandidateJob:
             kv_budget=self.budget.kv_budget,
             rule=self.rule,
             placement=placement,
+            layers=variant.layers,
+            forms=variant.forms,
             plan=memory,
             compress_cache=variant.compress_cache,
             compress_weight=self.compress_weight,
-            decoding=variant.decoding,
             shared_tokens=path_tokens(shapes, self.resources),
         )
         return found if profile is None else self._predicted(found, CostModel(profile, shapes, self.workload.gen_len))

@@ -9,9 +9,8 @@ from typing import NamedTuple
 
 import torch
 
-from h2o_flexgen.formats import Blocks, Dense, Format, KVFormat
-from h2o_flexgen.formats.forms import cache_format, in_memory
-from h2o_flexgen.kernels.linear import matmul_format
+from h2o_flexgen.formats import Dense, Format, KVFormat
+from h2o_flexgen.formats.forms import COPY, Form, cache_format, forms
 from h2o_flexgen.kv_cache import rule_for
 from h2o_flexgen.kv_cache.layout import KVLayout
 from h2o_flexgen.kv_cache.rule import CacheRule
@@ -19,7 +18,6 @@ from h2o_flexgen.models.registry import family
 from h2o_flexgen.models.spec import Layer, ModelSpec, shapes_of
 from h2o_flexgen.planning.workload import Workload
 from h2o_flexgen.policy import TIERS
-from h2o_flexgen.storage.decoded import Decoding
 from h2o_flexgen.storage.staging import StagingBytes, staging_bytes
 
 #: indices into a model's layers: a decoder layer, which stands for all of them, and the head
@@ -43,29 +41,23 @@ class ModelData:
     Attributes:
         layers: the tensors of embedding, decoder layers and head (`tensors` of the family).
         dtype: name of the computation's type.
-        formats: the format in which each tensor is stored.
+        ways: the forms in which the tensors may be kept, as from `formats.forms.forms`.
+        forms: those that are counted, by name.
         cuda: whether the compute device is a GPU.
         dummy: random weights, which are first written to disk.
         copy_bytes: bytes of a converted copy of the checkpoint in the cache folder.
-        compute: "exact", or "int8" for int8 matmuls with quantised matrices.
         compress_cache: as for `LLM`.
-        compressed: whether the formats come from `compress_weight` rather than the checkpoint.
-        decoding: how quantised matrices were decoded, if layers and formats are those after decoding.
-        in_blocks: whether int8 matmuls read blocks of 4 bits as stored.
     """
 
     spec: ModelSpec
     layers: list[Layer]
     dtype: str
-    formats: dict[str, Format]
+    ways: list[dict[str, Form]]
+    forms: dict[str, Form]
     cuda: bool
     dummy: bool = False
     copy_bytes: int = 0
-    compute: str = "exact"
     compress_cache: str | None = None
-    compressed: bool = False
-    decoding: Decoding | None = None
-    in_blocks: bool = False
 
     @classmethod
     def of(
@@ -76,32 +68,26 @@ class ModelData:
         cuda: bool,
         dummy: bool = False,
         formats: dict[str, Format] | None = None,
+        operands: dict[str, str] | None = None,
+        decodes: bool = True,
         **others,
     ) -> ModelData:
-        """A model with the layers of its family. `stored`: name of the checkpoint's type, for matrices that are not in
-        `formats`; `others`: attributes with defaults."""
+        """A model as it is stored, with the layers of its family. `stored`: name of the checkpoint's type, for matrices
+        that are not in `formats`; `operands`, `decodes`: as for `formats.forms.forms`; `others`: attributes with
+        defaults."""
         layers = family(spec.model_type).tensors(spec)
         vector = Dense(getattr(torch, dtype))  # never streamed
         matrix = Dense(getattr(torch, stored))
         found: dict[str, Format] = {}
         for layer in layers:
             found |= {name: vector if len(shape) == 1 else matrix for name, shape in layer.shapes.items()}
-        return cls(spec, layers, dtype, found | (formats or {}), cuda, dummy, **others)
+        found |= formats or {}
+        ways = forms(found, vector.dtype, operands, layers[0].shapes, layers[-1].streamed_shapes, decodes)
+        return cls(spec, layers, dtype, ways, ways[-1], cuda, dummy, **others)
 
-    def decodings(self) -> list[ModelData]:
-        """The model with the checkpoint's quantised matrices decoded when they are loaded, the fastest way first. Empty
-        if nothing is quantised, if the formats come from `compress_weight`, or if matmuls read everything as stored."""
-        if self.compressed or all(map(self.is_dense, self.formats)):
-            return []
-        found = []
-        for copies in (True, False):
-            decoding = Decoding.of(self.formats, self.layers, self.torch_dtype, self.compute, self.in_blocks, copies)
-            formats = self.formats | decoding.formats
-            decoded = replace(self, layers=decoding.layers, formats=formats, decoding=decoding)
-            changes_any = (decoded.layers, decoded.formats) != (self.layers, self.formats)
-            if changes_any and decoded not in found:
-                found.append(decoded)
-        return found
+    def decoded(self) -> list[ModelData]:
+        """The model in the other ways: quantised matrices are decoded when they are loaded, the fastest first."""
+        return [replace(self, layers=_with_copies(self.layers, way), forms=way) for way in self.ways[:-1]]
 
     def shapes(self, rule: CacheRule, workload: Workload) -> Shapes:
         """The model with the cache of a job."""
@@ -136,16 +122,12 @@ class ModelData:
     def tensor_bytes(self) -> dict[str, TensorBytes]:
         """The bytes of every tensor, by name."""
         found = {}
-        dtype = self.torch_dtype
-        head = self.streamed[-1]
-        for layer in self.layers:
-            for name, shape in layer.shapes.items():
-                form = self.formats[name]
-                read = self.read(name, name in head)
-                stored = form.nbytes(shape)
-                retyped = stored if form.is_dense and form != Dense(dtype) else 0
-                staging = {tier: staging_bytes(tier, form, shape, dtype, self.cuda, read) for tier in TIERS}
-                found[name] = TensorBytes(in_memory(form, dtype).nbytes(shape), stored, staging, retyped)
+        for name, shape in shapes_of(self.layers).items():
+            form = self.forms[name]
+            stored = form.stored.nbytes(shape)
+            retyped = stored if form.stored.is_dense and form.stored != form.kept else 0
+            staging = {tier: staging_bytes(tier, form, shape, self.cuda) for tier in TIERS}
+            found[name] = TensorBytes(form.kept.nbytes(shape), stored, staging, retyped)
         return found
 
     def nbytes(self, name: str) -> int:
@@ -156,29 +138,15 @@ class ModelData:
         """Bytes of a tensor in the checkpoint."""
         return self.tensor_bytes[name].stored
 
-    def is_dense(self, name: str) -> bool:
-        return self.formats[name].is_dense
-
-    def in_int8(self, name: str) -> bool:
-        """Whether a matrix is multiplied in int8."""
-        return self.compute == "int8" and not self.is_dense(name)
-
-    def read(self, name: str, is_head: bool = False) -> Format:
-        """The format in which matmuls get a matrix."""
-        return matmul_format(self.formats[name], self.torch_dtype, self.compute, self.in_blocks, is_head)
-
-    def read_as_kept(self, name: str) -> bool:
-        """Whether matmuls read a matrix as kept in memory; others are decoded to floats or unpacked to int8 first."""
-        return self.is_dense(name) or self.read(name) == self.formats[name]
-
-    def reads_blocks(self, name: str) -> bool:
-        """Whether int8 matmuls read a matrix in blocks of 4 bits."""
-        return self.in_int8(name) and isinstance(self.read(name), Blocks)
+    @property
+    def is_quantised(self) -> bool:
+        """Whether some matrices are quantised in the checkpoint."""
+        return not all(form.stored.is_dense for form in self.forms.values())
 
     @cached_property
     def converts_by_compute(self) -> bool:
         """Whether floats from disk stay in the checkpoint's type on the device until compute converts their layer."""
-        dense = {form for form in self.formats.values() if form.is_dense}
+        dense = {form.stored for form in self.forms.values() if form.stored.is_dense}
         return dense != {Dense(self.torch_dtype)} and not self.cuda
 
     @property
@@ -219,6 +187,14 @@ class Shapes(ModelData):
     def kv_bytes(self) -> int:
         """Bytes of a sequence's cache in all layers."""
         return sum(layout.kv_bytes + layout.meta_bytes for layout in self.layouts([1]).values())
+
+
+def _with_copies(layers: list[Layer], way: dict[str, Form]) -> list[Layer]:
+    """The layers of a model with these forms: its head may be a copy."""
+    head = {}
+    for short, (name, shape) in layers[-1].streamed.items():
+        head[short] = (name + COPY if name + COPY in way else name, shape)
+    return [*layers[:-1], replace(layers[-1], streamed=head)]
 
 
 def sizes(model: ModelData, stored: str) -> dict:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from h2o_flexgen.formats import Int8
 from h2o_flexgen.kernels.attention import CHUNK_ELEMENTS, QUERY_CHUNK, WIDENED_ELEMENTS
 from h2o_flexgen.kernels.exact import WIDEN_BYTES, WIDEN_ROWS
 from h2o_flexgen.kernels.int8 import INT8_ROWS, may_tile
@@ -124,13 +125,13 @@ def _int8_bytes(shapes: Shapes, rows: int, layer: int = DECODER) -> int:
     """What the largest int8 matmul of a layer takes: the codes of x, and the sums and floats of the result, which tiles
     never hold whole; where tiles do not cover the weight, a slice of it in floats. Outliers stay floats, and the
     weight's columns for them may become rows of x."""
-    matrices = {name: shape for name, shape in shapes.streamed[layer].items() if shapes.in_int8(name)}
+    matrices = {name: shape for name, shape in shapes.streamed[layer].items() if shapes.forms[name].in_int8}
     rows = min(rows, INT8_ROWS) + OUTLIER_COLUMNS
     tiles_only = bool(matrices) and not shapes.cuda and always_tiles()
     largest = 0
     for name, (height, width) in matrices.items():
         out = _slice_height(shapes, name) if layer == HEAD else height
-        in_blocks = shapes.reads_blocks(name)
+        in_blocks = shapes.forms[name].operand != Int8()
         has_tiles = in_blocks or (not shapes.cuda and may_tile((height, width)))
         codes = _CODES["cuda" if shapes.cuda else "tiles" if has_tiles else "floats"]
         sums = 0 if in_blocks or (has_tiles and tiles_only) else _SUMS
@@ -150,9 +151,10 @@ def _head_workspace(shapes: Shapes, rows: int) -> int:
 def _slice_height(shapes: Shapes, name: str) -> int:
     """Rows of a head's matrix that its matmul takes at once."""
     height, width = shapes.streamed[HEAD][name]
-    if shapes.read_as_kept(name):
+    form = shapes.forms[name]
+    if form.is_direct:
         return height
-    return min(height, slice_rows(width, 1 if shapes.in_int8(name) else shapes.itemsize))
+    return min(height, slice_rows(width, 1 if form.in_int8 else shapes.itemsize))
 
 
 def _sliced_bytes(shapes: Shapes, rows: int) -> int:
@@ -160,8 +162,9 @@ def _sliced_bytes(shapes: Shapes, rows: int) -> int:
     blocks, a quarter of a byte per element."""
     largest = 0
     for name, shape in shapes.streamed[HEAD].items():
-        if not shapes.read_as_kept(name):
-            row = shape[1] * 5 // 4 + 4 if shapes.in_int8(name) else shape[1] * shapes.itemsize
+        form = shapes.forms[name]
+        if not form.is_direct:
+            row = shape[1] * 5 // 4 + 4 if form.in_int8 else shape[1] * shapes.itemsize
             largest = max(largest, _slice_height(shapes, name) * (row + rows * shapes.itemsize))
     return largest
 

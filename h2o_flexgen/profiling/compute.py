@@ -209,7 +209,7 @@ def _weights(
 
     def weight() -> Tensor | int8.Weight:
         if dtype == INT4:
-            return Quantised(form, torch.ones(nbytes, dtype=torch.uint8), shape, in_blocks=True)
+            return Quantised(form, torch.ones(nbytes, dtype=torch.uint8), shape, operand=form)
         if dtype == INT8:
             codes = torch.ones(shape, dtype=torch.int8, device=on)
             return Int8Weight(int8.pack(codes) if packed else codes, scale)

@@ -15,11 +15,10 @@ from functools import lru_cache
 from operator import add, attrgetter
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from h2o_flexgen.formats import Format, Int8, Quantised, Shape, convert
-from h2o_flexgen.formats.forms import in_memory
+from h2o_flexgen.formats import Int8, Quantised, Shape, convert
+from h2o_flexgen.formats.forms import Form
 from h2o_flexgen.kernels.int8 import Int8Weight
 from h2o_flexgen.machine.pages import aligned, staging_span
 from h2o_flexgen.storage.stored import HostCopy, PagedRead, Stored
@@ -37,15 +36,13 @@ class StagingBytes(NamedTuple):
 
 
 @lru_cache(maxsize=4096)  # layers are alike, and a search counts them for each KV budget and format
-def staging_bytes(
-    tier: str, form: Format, shape: Shape, dtype: torch.dtype, cuda: bool, operand: Format
-) -> StagingBytes:
-    """Of a tensor stored in `form` whose matmul reads `operand`, in a job that computes in `dtype`."""
-    arriving = in_memory(form, dtype) if cuda or tier != "disk" else form
-    converted = 0 if arriving == operand else aligned(operand.nbytes(shape))
+def staging_bytes(tier: str, form: Form, shape: Shape, cuda: bool) -> StagingBytes:
+    """Of a tensor on a tier."""
+    arriving = form.kept if cuda or tier != "disk" else form.stored
+    converted = 0 if arriving == form.given else aligned(form.given.nbytes(shape))
     if tier == "gpu":
         return StagingBytes(converted=converted)
-    host = staging_span(form.nbytes(shape)) if cuda and tier == "disk" else 0
+    host = staging_span(form.stored.nbytes(shape)) if cuda and tier == "disk" else 0
     return StagingBytes(staging_span(arriving.nbytes(shape)), host, converted)
 
 
@@ -61,10 +58,7 @@ class StagedTensor:
 
     source: Tensor | Quantised | Int8Weight | Stored  # on the device, in RAM, or on disk
     shape: Shape
-    kept: Format  # in RAM and on a GPU
-    read: Format  # what its matmul reads
-    in_int8: bool  # its matmul computes in int8
-    in_blocks: bool  # with codes in blocks as stored
+    form: Form
     size: StagingBytes  # in the buffers
     begin: StagingBytes = StagingBytes()  # where it begins in them
 
@@ -79,25 +73,25 @@ class StagedTensor:
             read = PagedRead(self.source, span)
             self.tensor = read.tensor  # in the format that is stored
             return read
-        self.tensor = self.kept.view(span, self.shape)
+        self.tensor = self.form.kept.view(span, self.shape)
         if is_on_disk:
             return PagedRead(self.source, host[self.begin.host :][: self.size.host], _payload(self.tensor))
         return HostCopy(_payload(self.source), _payload(self.tensor))
 
     def operand(self, buffer: Tensor) -> Tensor | Quantised | Int8Weight:
-        """What the matmul reads: the tensor itself, or what it is converted to in `buffer`."""
+        """What the matmul is given: the tensor itself, or what it is converted to in `buffer`."""
         tensor = self.tensor
         if self.size.converted:
-            tensor = self.read.view(buffer[self.begin.converted :], self.shape)
+            tensor = self.form.given.view(buffer[self.begin.converted :], self.shape)
             if isinstance(self.tensor, Quantised):
                 self.tensor.decode_into(tensor)
             else:
                 convert(tensor, self.tensor)
-        if not self.in_int8 or isinstance(tensor, Int8Weight):
+        if not self.form.in_int8 or isinstance(tensor, Int8Weight):
             return tensor
-        if self.read == Int8():
-            return Int8Weight(*self.read.parts(tensor.raw, self.shape))
-        return replace(tensor, in_int8=True, in_blocks=self.in_blocks)
+        if tensor.format == Int8():
+            return Int8Weight(*tensor.format.parts(tensor.raw, self.shape))
+        return replace(tensor, operand=self.form.operand)
 
 
 def _payload(tensor: Tensor | Quantised) -> Tensor:

@@ -6,11 +6,10 @@ layer by layer, through one of two staging buffers:
     disk  read into the staging buffer, on CUDA through a host buffer
 
 A checkpoint in another dtype is converted by the copy to CUDA. On a CPU each layer is converted just before it is
-used, by all cores: a converting thread beside compute would slow it by more than the conversion takes. Quantised
-matrices stay as stored on every tier, unless all are decoded when they are loaded (`decoded.py`). Compute decodes a
-layer once for all batches, on either device; the head, which may be as large as many layers, is decoded by its matmul,
-a slice at a time. For int8 matmuls (`compute`) other quantised matrices become 8-bit codes in the same way; `Int8`, and
-with `in_blocks` 4-bit blocks, are read as stored.
+used, by all cores: a converting thread beside compute would slow it by more than the conversion takes. What a matrix
+is on its tier, and what its matmul reads, is its `Form`. Quantised matrices stay as stored on every tier, unless all
+are decoded when they are loaded. Compute decodes a layer once for all batches, on either device; the head, which may be
+as large as many layers, is decoded by its matmul, a slice at a time.
 """
 
 from __future__ import annotations
@@ -22,16 +21,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.formats import Dense, Format, Int8, Quantised, Shape
-from h2o_flexgen.formats.forms import in_memory
+from h2o_flexgen.formats import Dense, Int8, Quantised, Shape
+from h2o_flexgen.formats.forms import COPY, Form
 from h2o_flexgen.kernels import int8
 from h2o_flexgen.kernels.exact import pack
 from h2o_flexgen.kernels.int8 import Int8Weight
-from h2o_flexgen.kernels.linear import is_as_stored, matmul_format, packs, packs_int8
+from h2o_flexgen.kernels.linear import packs, packs_int8
 from h2o_flexgen.machine.device import finish
 from h2o_flexgen.models.spec import Layer, shapes_of
 from h2o_flexgen.storage.checkpoint import Checkpoint
-from h2o_flexgen.storage.decoded import COPY
 from h2o_flexgen.storage.disk import wait
 from h2o_flexgen.storage.dummy import DummyCheckpoint
 from h2o_flexgen.storage.queues import double_buffers
@@ -53,10 +51,10 @@ class WeightStore:
     Args:
         dtype: of the computation.
         layers: the tensors of each layer.
-        tiers: tier of every tensor by its name in the checkpoint.
+        forms: of every tensor, by its name in the checkpoint.
+        tiers: of every tensor.
         source: the checkpoint, or random weights.
         progress: show a bar while loading.
-        compute: "exact", or "int8" to multiply quantised matrices in int8; in_blocks: 4 bits as stored.
 
     Raises:
         UserError: NaN or infinite elements in a tensor that is not on disk; a tensor that cannot be read; no memory.
@@ -67,18 +65,16 @@ class WeightStore:
         transport: Transport,
         dtype: torch.dtype,
         layers: list[Layer],
+        forms: dict[str, Form],
         tiers: dict[str, str],
         source: Checkpoint | DummyCheckpoint,
         progress: bool = True,
-        compute: str = "exact",
-        in_blocks: bool = False,
     ):
-        self.compute = compute
-        self.in_blocks = in_blocks
         self.transport = transport
         self.device = transport.device
         self._queue = transport.queues["weights"]
         self.dtype = dtype
+        self.forms = forms
         self.tiers = tiers
         self._source = source
         self._gathered = {short: tensor for layer in layers for short, tensor in layer.gathered.items()}
@@ -89,7 +85,7 @@ class WeightStore:
         loaded = {name: shape for name, shape in shapes.items() if tiers[name] != "disk"}
         self._load(loaded, self._packed(layers), progress)
 
-        self._layers = [self._tensors_of(layer, is_head=layer is layers[-1]) for layer in layers]
+        self._layers = list(map(self._tensors_of, layers))
         self.groups, sizes = share_buffers(self._layers)
         self._first = {layer: group[0] for group in self.groups for layer in group}
         count = double_buffers(transport.overlap)
@@ -102,55 +98,59 @@ class WeightStore:
         self._staged_in: dict[int, int] = {}  # by layer, the index of its buffer
         self._jobs: dict[int, Future] = {}  # by layer, what fills its buffer
 
-    def _tensors_of(self, layer: Layer, is_head: bool) -> dict[str, StagedTensor]:
+    def _tensors_of(self, layer: Layer) -> dict[str, StagedTensor]:
         """The tensors that a layer needs whole, by short name."""
         found = {}
         # those in RAM first, since their copies wait for no disk
         for short, (name, shape) in sorted(layer.streamed.items(), key=lambda item: item[1][0] in self.stored):
-            form = self._source.format(name)
-            read = matmul_format(form, self.dtype, self.compute, self.in_blocks, is_head)
-            found[short] = StagedTensor(
-                source=self.stored[name] if name in self.stored else self.resident[name],
-                shape=shape,
-                kept=self._form(name),
-                read=read,
-                in_int8=self.compute == "int8" and not form.is_dense,
-                in_blocks=is_as_stored(read, self.in_blocks),
-                size=staging_bytes(self.tiers[name], form, shape, self.dtype, self.device.is_cuda, read),
-            )
+            source = self.stored[name] if name in self.stored else self.resident[name]
+            size = staging_bytes(self.tiers[name], self.forms[name], shape, self.device.is_cuda)
+            found[short] = StagedTensor(source, shape, self.forms[name], size)
         return found
-
-    def _form(self, name: str) -> Format:
-        """The format of a tensor on the gpu and cpu tiers."""
-        return in_memory(self._source.format(name), self.dtype)
 
     def _packed(self, layers: list[Layer]) -> set[str]:
         """Names of matrices that are kept as the CPU multiplies with them fastest, and are used for nothing else."""
         if self.device.is_cuda:
             return set()
-        forms = [Dense(self.dtype)] if packs(self.dtype) else []
-        forms += [Int8()] if self.compute == "int8" and packs_int8() else []
+        formats = [Dense(self.dtype)] if packs(self.dtype) else []
+        formats += [Int8()] if any(form.in_int8 for form in self.forms.values()) and packs_int8() else []
         matrices = {name for layer in layers for name, shape in layer.streamed.values() if len(shape) == 2}
         matrices -= {name for name, _ in self._gathered.values()}
-        return {name for name in matrices if self.tiers[name] == "gpu" and self._form(name) in forms}
+        fit = {name for name, form in self.forms.items() if form.is_direct and form.kept in formats}
+        return {name for name in matrices & fit if self.tiers[name] == "gpu"}
 
     def _load(self, shapes: dict[str, Shape], packed: set[str], progress: bool) -> None:
-        sizes = {name: self._form(name).nbytes(shape) for name, shape in shapes.items()}
+        sizes = {name: self.forms[name].kept.nbytes(shape) for name, shape in shapes.items()}
         on_gpu = [name for name in shapes if self.device.is_cuda and self.tiers[name] == "gpu"]
         buffers = dict(zip(on_gpu, self.device.buffers([sizes[name] for name in on_gpu])))
         with bar(desc="loading weights", total=sum(sizes.values()), unit="B", show=progress) as shown:
             for name, shape in shapes.items():
                 interrupts.check()
                 buffer = buffers[name] if name in buffers else self.device.host_buffer(sizes[name])
-                tensor = self._form(name).view(buffer, shape)
-                self._source.read(name, tensor, self.transport.io)
+                tensor = self.forms[name].kept.view(buffer, shape)
+                found = name.removesuffix(COPY)
+                self._read(found, self.forms[name], tensor)
                 if not _is_finite(tensor):
-                    narrowed = self.dtype == torch.float16 and self._source.format(name) != Dense(torch.float16)
+                    narrowed = self.dtype == torch.float16 and self._source.format(found) != Dense(torch.float16)
                     advice = ", or too large for float16: use `dtype` bfloat16 or float32" if narrowed else ""
-                    cause = f"the weights {name.removesuffix(COPY)!r} contain NaN or infinite values"
+                    cause = f"the weights {found!r} contain NaN or infinite values"
                     raise UserError(f"{cause}: the checkpoint is broken{advice}")
                 self.resident[name] = _pack(tensor) if name in packed else tensor
                 shown.update(sizes[name])
+
+    def _read(self, name: str, form: Form, out: Tensor | Quantised) -> None:
+        """Fill `out`, a tensor as it is kept; a quantised one may be decoded."""
+        io = self.transport.io
+        if form.stored.is_dense or form.kept == form.stored:
+            self._source.read(name, out, io)
+        elif isinstance(out, Tensor) and not out.is_cuda:  # without a second matrix in RAM
+            for begin, rows in rows_of(self._source.find(name), io):
+                rows.decode(out[begin : begin + rows.height])
+        else:
+            raw = torch.empty(form.stored.nbytes(tuple(out.shape)), dtype=torch.uint8, device=out.device)
+            whole = form.stored.view(raw, tuple(out.shape))
+            self._source.read(name, whole, io)
+            whole.decode_into(out)
 
     def held_bytes(self, cuda: bool) -> int:
         """Bytes that the store holds of a GPU's memory (`cuda`) or of RAM."""

@@ -20,7 +20,7 @@ from h2o_flexgen.jobs import input as jobs_input
 from h2o_flexgen.jobs.job import Job, JobWriter
 from h2o_flexgen.jobs.manifest import Manifest, manifest_path
 from h2o_flexgen.jobs.output import OutputFile
-from h2o_flexgen.jobs.settings import fingerprint
+from h2o_flexgen.jobs.settings import changes, fingerprint
 from h2o_flexgen.kernels import int8, linear
 
 pytest_plugins = ["command_tools"]
@@ -249,10 +249,44 @@ def test_weights_in_4_bits_are_multiplied_as_when_the_job_began(job, out, monkey
         linear.use(kernels(blocks=not first))
         code, err = job(*options)
         assert code == 0 and timeless(out) == expected, err
-        assert Manifest.read(manifest_path(out)).settings["in_blocks"] == (first or None)
+        operands = {"int8": "int8", "int4": "int4" if first else "int8"}
+        assert Manifest.read(manifest_path(out)).settings["operands"] == operands
     monkeypatch.setattr(int8, "takes_blocks", lambda: False)
     code, err = job(*options)
     assert code == 2 and "on CPUs with AVX2 only" in last_line(err)
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["codes_of_8_bits", "as_stored"])
+def test_manifests_of_earlier_versions_say_in_blocks(job, out, fast_blocks, first):
+    """With one answer for all formats."""
+    options = ("--compress-weight", "int4", "--compute", "int8")
+    linear.use(kernels(blocks=first))
+    assert job(*options)[0] == 0
+    expected = timeless(out)
+    assert job(*options, "--restart", rows=ROWS[:3])[0] == 0
+    manifest = Manifest.read(manifest_path(out))
+    del manifest.settings["operands"]
+    manifest.settings |= {"in_blocks": True} if first else {}
+    manifest.write(manifest_path(out), is_new=False).close()
+    linear.use(kernels(blocks=not first))
+    code, err = job(*options)
+    assert code == 0 and "3 are left" in err and timeless(out) == expected, err
+
+
+@pytest.mark.parametrize(
+    "old, new, message",
+    [
+        ({"operands": {"int4": "int4"}}, {"int4": "int4"}, []),
+        ({"operands": {"int4": "int4"}}, {"int4": "int8"}, ["what matmuls in int8 read of the weights"]),
+        ({"in_blocks": True}, {"int8": "int8", "int4": "int4"}, []),
+        ({"in_blocks": True}, {"int8": "int8", "int4": "int8"}, ["what matmuls in int8 read of the weights"]),
+        ({"in_blocks": None}, {"int8": "int8", "int4": "int8"}, []),
+        ({}, {"int8": "int8", "int4": "int4"}, ["what matmuls in int8 read of the weights"]),
+        ({"operands": None, "compute": "exact"}, {"int4": "int4"}, ["`compute` 'exact', now 'int8'"]),
+    ],
+)
+def test_a_job_with_other_operands_has_other_settings(old, new, message):
+    assert changes({"compute": "int8"} | old, {"compute": "int8", "operands": new}) == message
 
 
 def test_options_that_change_no_token_may_change(job, out, tmp_path):

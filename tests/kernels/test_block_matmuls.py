@@ -33,7 +33,7 @@ def blocks(form, out: int, width: int, seed: int = 0) -> Quantised:
     width = -(-width // form.layout.size) * form.layout.size
     raw = random_blocks(form, (out, width), seed)
     raw[0] = 0
-    return Quantised(form, raw.view(-1), (out, width), in_int8=True, in_blocks=True)
+    return Quantised(form, raw.view(-1), (out, width), form)
 
 
 def expected(x: torch.Tensor, weight: Quantised, bias: torch.Tensor | None, outliers: bool = True) -> torch.Tensor:
@@ -138,39 +138,42 @@ def test_non_finite_scales_make_non_finite_outputs(bad):
     assert not found[:, 3].isfinite().any() and torch.equal(found[:, others], good[:, others])
 
 
-def test_linear_multiplies_blocks_that_are_marked_in_blocks():
+def test_linear_multiplies_blocks_whose_operand_is_their_format():
     weight, x = blocks(Int4(64), 90, 192), activations(width=192)
     expected = int8_linear(x, weight)
     linear.use(kernels())  # what was measured later changes nothing
     assert torch.equal(linear.linear(x, weight), expected)
-    as_int8 = replace(weight, in_blocks=False)
-    for other in (as_int8, replace(as_int8, in_int8=False)):
-        assert not torch.equal(linear.linear(x, other), expected)
+    for operand in (Int8(), None):
+        assert not torch.equal(linear.linear(x, replace(weight, operand=operand)), expected)
 
 
-def test_matmul_formats():
-    fp32, q8 = torch.float32, GGUF["Q8_0"]
-    given_of = [
-        ("exact", False, {Int4(64): Dense(fp32), q8: Dense(fp32), Dense(torch.float16): Dense(fp32)}),
-        ("int8", True, {Int4(64): Int4(64), Int8(): Int8(), q8: Int8(), Dense(torch.float16): Dense(fp32)}),
-        ("int8", False, {Int4(64): Int8(), Int8(): Int8(), q8: Int8()}),
-    ]
-    for compute, taken, formats in given_of:
-        assert {form: linear.matmul_format(form, fp32, compute, taken) for form in formats} == formats
-    assert linear.matmul_format(q8, fp32, "int8", False, is_head=True) == q8
-    assert linear.matmul_format(GGUF["IQ4_NL"], fp32, "int8", True) == Int8()  # its codes are too large
+MIXED = (Int8(), Int4(64), Dense(torch.float32), GGUF["Q4_K"], GGUF["Q8_0"], GGUF["IQ4_NL"])
+UNPACKED = {"int8": "int8", "int4": "int8", "Q4_K": "int8", "Q8_0": "int8", "IQ4_NL": "int8"}
+#: the codes of the others are too large
+AS_STORED = UNPACKED | {"int4": "int4", "Q4_K": "Q4_K"}
 
 
-def test_which_models_are_multiplied_in_blocks(monkeypatch):
-    some, none = [Int8(), Int4(64), Dense(torch.float32)], [Int8(), GGUF["Q8_0"]]
-    assert linear.takes_in_blocks(some, "int8", False) and linear.takes_in_blocks(some, "int8", False, True)
-    assert not linear.takes_in_blocks(none, "int8", False) and not linear.takes_in_blocks(some, "exact", False)
-    assert not linear.takes_in_blocks(some, "int8", True) and not linear.takes_in_blocks(some, "int8", False, False)
+def test_what_int8_matmuls_read_is_decided_for_each_format():
+    assert linear.int8_operands(MIXED, cuda=False) == linear.int8_operands(MIXED, False, True) == AS_STORED
+    assert linear.int8_operands(MIXED, cuda=True) == linear.int8_operands(MIXED, False, False) == UNPACKED
+    rates = kernels(blocks=True)
+    rates.linear["Q4_K"] = {"tiled": dict.fromkeys(ROWS, 1e9)}
+    linear.use(rates)
+    assert linear.int8_operands(MIXED, False) == UNPACKED | {"int4": "int4"}
+    assert linear.int8_operands(MIXED, False, True) == AS_STORED
     linear.use(kernels())
-    assert not linear.takes_in_blocks(some, "int8", False) and linear.takes_in_blocks(some, "int8", False, True)
+    assert linear.int8_operands(MIXED, False) == UNPACKED
+    assert linear.int8_operands(MIXED, False, True) == linear.int8_operands(MIXED, False, AS_STORED) == AS_STORED
+
+
+def test_operands_of_an_earlier_job_are_those_of_this_one(monkeypatch):
+    some = UNPACKED | {"Q4_K": "Q4_K"}
+    assert linear.int8_operands(MIXED, False, some) == some
     monkeypatch.setattr(int8, "takes_blocks", lambda: False)
-    with pytest.raises(UserError, match="`in_blocks`: .* on CPUs with AVX2 only"):
-        linear.takes_in_blocks(some, "int8", False, True)
+    assert linear.int8_operands(MIXED, False, UNPACKED) == linear.int8_operands(MIXED, False) == UNPACKED
+    for asked in (True, some):
+        with pytest.raises(UserError, match="`in_blocks`: .* on CPUs with AVX2 only"):
+            linear.int8_operands(MIXED, False, asked)
 
 
 def test_a_job_reports_a_gain_from_int8():

@@ -242,7 +242,7 @@ def test_a_head_goes_in_slices(form, monkeypatch):
     weight.to_int8(eights)
     expected = int8_linear(x, Int8Weight(*Int8().parts(eights.raw, shape)), bias)
     monkeypatch.setattr(linear, "slice_rows", lambda width, itemsize: 7)
-    assert torch.equal(linear.linear(x, replace(weight, in_int8=True), bias), expected)
+    assert torch.equal(linear.linear(x, replace(weight, operand=Int8()), bias), expected)
     assert (linear.linear(x, weight, bias) - expected).abs().max() > 0
 
 

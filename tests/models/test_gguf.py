@@ -29,6 +29,7 @@ from h2o_flexgen.models.llama import LLAMA3_ROPE
 from h2o_flexgen.models.registry import family, read_spec, spec_of
 from h2o_flexgen.models.rope import frequencies
 from h2o_flexgen.models.source import find_model
+from h2o_flexgen.planning.execution_plan import ExecutionPlan
 from h2o_flexgen.planning.shapes import ModelData
 from h2o_flexgen.planning.workload import Workload
 
@@ -317,6 +318,11 @@ def test_without_the_package(refused, quantised, monkeypatch):
     assert "pip install gguf" in refused("--model", quantised.folder)
 
 
+def is_decoded(choice: ExecutionPlan) -> bool:
+    """Whether some matrices are decoded when they are loaded."""
+    return any(not form.stored.is_dense and form.kept != form.stored for form in choice.forms.values())
+
+
 def test_it_is_decoded_on_loading_where_there_is_room(quantised):
     """Then no step decodes blocks or unpacks them to int8; otherwise everything stays in its stored form. The results
     are the same."""
@@ -331,7 +337,7 @@ def test_it_is_decoded_on_loading_where_there_is_room(quantised):
     ):
         with LLM(str(quantised.folder), policy, compute=compute, device="cpu", dtype="float32", progress=False) as llm:
             outputs = llm.generate(prompts, SamplingParams(max_tokens=4, ignore_eos=True))
-            assert (llm.choice.decoding is not None) == decoded
+            assert is_decoded(llm.choice) == decoded
             held = llm.runner.weights.resident["model.layers.0.mlp.up_proj.weight"] if decoded else None
             assert not isinstance(held, Quantised) or (compute == "int8" and held.format == Int8())
             assert decoded or "model.layers.0.mlp.up_proj.weight" in llm.runner.weights.stored
@@ -347,7 +353,7 @@ def test_blocks_of_4_bits_are_multiplied_in_their_stored_form(tmp_path, fast_blo
     for policy in (Policy(), Policy(percent=(50, 0, 100, 0, 100, 0)), "auto"):
         with LLM(str(tied.folder), policy, compute="int8", device="cpu", dtype="float32", progress=False) as llm:
             found.append([text.token_logprobs for text in llm.score([[5, 9, 7], [8, 3, 6, 4]], 1)])
-            assert llm.choice.decoding is None
+            assert not is_decoded(llm.choice)
             weights = llm.runner.weights.get(1) | llm.runner.weights.get(len(llm.model.layers) - 1)
             assert {w.format.name for w in weights.values() if isinstance(w, Quantised)} == {"Q4_0"}
             assert not any(isinstance(w, Int8Weight) for w in weights.values())
@@ -376,7 +382,7 @@ def test_a_tied_head_is_decoded_into_a_copy(tmp_path):
         with LLM(str(tied.folder), policy, compute="int8", device="cpu", dtype="float32", progress=False) as llm:
             found.append([text.token_logprobs for text in llm.score([[5, 9, 7], [8, 3, 6, 4]], 1)])
             head = llm.runner.weights.get(len(llm.model.layers) - 1)["head.weight"]
-            assert isinstance(head, Int8Weight) == (llm.choice.decoding is not None) == (policy == Policy())
+            assert isinstance(head, Int8Weight) == is_decoded(llm.choice) == (policy == Policy())
             embedding = llm.runner.weights.resident.get(name) or llm.runner.weights.stored[name]
             assert embedding.format == GGUF["Q4_0"]
     assert found[0] == found[1]
@@ -390,19 +396,19 @@ def test_without_room_for_the_copy_everything_else_is_decoded(tmp_path, monkeypa
     with LLM(str(tied.folder), Policy(), **options, progress=False) as llm:
         found.append([text.token_logprobs for text in llm.score(prompts, 1)])
         resources = llm.resources()
-        decodings = []
+        choices = []
         nbytes = None
-        while None not in decodings:
+        while not choices or is_decoded(choices[-1]):
             few = resources.limits | ({} if nbytes is None else {"gpu": nbytes, "ram": nbytes})
-            choice = llm.planner.choose(Workload((8, 8), 4), replace(resources, limits=few), Policy())
-            decodings.append(choice.decoding)
-            nbytes = choice.plan.needed("ram") - 1
-    assert [d and "model.embed_tokens.weight (copy)" in d.formats for d in decodings] == [True, False, None]
-    every = ModelData.decodings
-    monkeypatch.setattr(ModelData, "decodings", lambda self: every(self)[1:])
+            choices.append(llm.planner.choose(Workload((8, 8), 4), replace(resources, limits=few), Policy()))
+            nbytes = choices[-1].plan.needed("ram") - 1
+    assert ["model.embed_tokens.weight (copy)" in choice.forms for choice in choices] == [True, False, False]
+    assert list(map(is_decoded, choices)) == [True, True, False]
+    every = ModelData.decoded
+    monkeypatch.setattr(ModelData, "decoded", lambda self: every(self)[1:])
     with LLM(str(tied.folder), Policy(), **options, progress=False) as llm:
         found.append([text.token_logprobs for text in llm.score(prompts, 1)])
-        assert llm.choice.decoding == decodings[1]
+        assert llm.choice.forms == choices[1].forms
     assert found[0] == found[1]
 
 
@@ -412,5 +418,5 @@ def test_a_search_takes_decoding_into_account(quantised):
         found = llm.planner.choose(*job)
         llm.planner.constraints = replace(llm.planner.constraints, resident=False)
         searched = llm.planner.choose(*job)
-        assert found.decoding is not None and searched.decoding == found.decoding
+        assert is_decoded(found) and searched.forms == found.forms
         assert llm.planner.choose(*job, searched.policy).prediction == searched.prediction

@@ -77,8 +77,8 @@ def test_int8_matmuls_cost_their_own_rate_plus_unpacking(kind, in_blocks, rate, 
     )
     spec = named_spec("facebook/opt-1.3b")
     shapes = [layer.shapes for layer in family(spec.model_type).tensors(spec)]
-    others = dict(compute="int8", compressed=True, in_blocks=in_blocks)
-    model = ModelData.of(spec, "bfloat16", "bfloat16", False, True, compressed(kind, shapes), **others)
+    operands = {"int8": "int8", "int4": "int4" if in_blocks else "int8"}
+    model = ModelData.of(spec, "bfloat16", "bfloat16", False, True, compressed(kind, shapes), operands, decodes=False)
     planner = Planner({None: model}, Constraints(), profile)
     found = planner.choose(Workload((128,) * 8, 2), NO_LIMITS, Policy(8, 1, ALL_GPU), None).prediction
     layer = 12 * E * E
