@@ -238,7 +238,7 @@ def test_plan_counts_the_bytes_of_the_job(checkpoint, name, capfd):
     stored, planned = find(str(folder)).stored("float32"), []
     for known in (formats, model.formats):
         data = ModelData.of(model.spec, "float32", stored, cuda=False, formats=known)
-        planned.append(sum(map(data.stored_bytes, data.formats)))
+        planned.append(sum(map(data.stored_bytes, data.forms)))
     assert planned[0] == planned[1]
     assert main(["plan", "--model", str(folder), "--prompt-len", "8", "--gen-len", "4", "--json"]) == 0
     sizes = json.loads(capfd.readouterr().out)["model"]
