@@ -51,7 +51,7 @@ def settings_of(llm: LLM, params: SamplingParams, longest_prompt: int) -> dict:
 def changes(old: dict, new: dict) -> list[str]:
     """Which settings differ, in words. The location and the revision of the same files do not matter."""
     names = [name for name in new if old.get(name) != new[name]]
-    if "compute" in names or _are_same_matmuls(old, new["operands"] or {}):
+    if "compute" in names or _are_same_matmuls(old, new.get("operands") or {}):
         names = [name for name in names if name != "operands"]
     if "files" not in names:
         names = [name for name in names if name not in ("model", "model_revision")]
