@@ -329,7 +329,10 @@ def scales(rows, scale, minimum, begin, end, layout):
 @njit(nogil=True)
 def _write_row(row, scale, minimum, factor, layout, codes, out):
     """(code * scale + minimum) * factor of each element of a row; codes (elements,) int8 is a buffer."""
-    decode(row, 0, len(row) // layout.nbytes, layout, codes)
+    if layout.size == 1:  # plain codes of 8 bits
+        codes = row.view(np.int8)
+    else:
+        decode(row, 0, len(row) // layout.nbytes, layout, codes)
     size = U(len(codes) // len(scale))
     for g in range(U(len(scale))):
         s = scale[g]
