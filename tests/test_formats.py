@@ -15,6 +15,8 @@ from h2o_flexgen.errors import UserError
 from h2o_flexgen.formats import GGUF, Codes8, Dense, Int4, Int8
 from h2o_flexgen.formats import matrix as matrix_module
 from h2o_flexgen.formats.forms import compressed
+from h2o_flexgen.models.quantised.fp8 import E4M3
+from h2o_flexgen.models.quantised.method import looked_up
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 SHAPE = (24, 192)
@@ -204,6 +206,19 @@ def test_the_scale_of_a_row_depends_on_the_possible_codes(decoder, name, lowest,
     out = Int8().view(torch.empty(Int8().nbytes(shape), dtype=torch.uint8), shape)
     form.view(raw.view(-1), shape).to_int8(out)
     assert torch.equal(Int8().parts(out.raw, shape)[1], torch.full((2,), max(-lowest, highest)) / 127)
+
+
+def test_rows_far_below_their_scales_lose_nothing_in_int8(decoder):
+    """The scales of FP8 may be those of a tensor or of 128 rows, and its small numbers are as precise as large ones."""
+    form, shape = looked_up("fp8", 64, E4M3), SHAPE
+    raw = torch.zeros(shape[0], 3, form.layout.nbytes, dtype=torch.uint8)
+    raw[..., :4] = torch.ones(1).view(torch.uint8)
+    values = (matrix() / 16).to(torch.float8_e4m3fn)
+    raw[..., 4:] = values.view(torch.uint8).view(shape[0], 3, 64)
+    found = Int8().view(torch.empty(Int8().nbytes(shape), dtype=torch.uint8), shape)
+    form.view(raw.view(-1), shape).to_int8(found)
+    step = values.float().abs().amax(1, keepdim=True) / 127
+    assert ((found.to(torch.float32) - values.float()).abs() <= 0.5001 * step).all()
 
 
 def test_weights_that_are_not_finite_remain_so_in_int8(decoder):
