@@ -156,6 +156,25 @@ def test_values_that_are_not_finite_are_detected(form, bad):
 LAYERS = [{"words": (96, 20)}, {"q": (32, 64), "norm": (64,), "down": (64, 96)}, {"norm2": (64,), "head": (96, 20)}]
 
 
+@pytest.mark.parametrize("exponent, is_finite", [(0, True), (252, True), (253, False), (255, False)])
+def test_powers_of_two_whose_values_are_infinite_are_detected(decoder, exponent, is_finite):
+    """2^125 * 12 is not in fp32, and 255 stands for NaN."""
+    raw = random_blocks(GGUF["MXFP4"], SHAPE)
+    raw[7, 2, 0] = exponent
+    raw[7, 2, 1:] = 0x77
+    matrix = GGUF["MXFP4"].view(raw.view(-1), SHAPE)
+    assert matrix.is_finite() == is_finite == bool(matrix.to(torch.float32).isfinite().all())
+
+
+@pytest.mark.parametrize("name", GGUF)
+def test_one_block_may_begin_at_any_byte(decoder, name):
+    form = GGUF[name]
+    shape = 1, form.layout.size
+    raw = random_blocks(form, shape).flatten()
+    shifted = torch.cat([torch.zeros(1, dtype=torch.uint8), raw])[1:]
+    assert torch.equal(decoded(form, shifted, shape), decoded(form, raw, shape))
+
+
 def test_embedding_and_head_are_int8_and_vectors_stay_floats():
     assert compressed("int4", LAYERS) == {"words": Int8(), "q": Int4(64), "down": Int4(32), "head": Int8()}
     assert compressed("int8", LAYERS) == dict.fromkeys(("words", "q", "down", "head"), Int8())

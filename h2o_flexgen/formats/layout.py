@@ -141,7 +141,8 @@ class Layout:
 
 
 def _float(raw: Tensor, at: int, dtype: torch.dtype) -> Tensor:
-    return raw[..., at : at + dtype.itemsize].contiguous().view(dtype)[..., 0].float()
+    taken = raw[..., at : at + dtype.itemsize].clone(memory_format=torch.contiguous_format)  # no view at odd ones
+    return taken.view(dtype)[..., 0].float()
 
 
 def _exponent(byte: Tensor) -> Tensor:

@@ -66,8 +66,9 @@ class Quantised:
         return (raw, stored_rows(self.shape[0], self.format.heads), *self.format.tile), self.format.layout.arrays
 
     def is_finite(self) -> bool:
+        """Whether all that its codes can stand for is finite: MXFP4 has finite scales of values that are not."""
         parts = self._parts(0, self.shape[0], BUFFERED_PART)
-        return all(bool(x.isfinite().all()) for _, codes in parts for x in (codes.scale, codes.minimum))
+        return all(bool(codes.largest.isfinite().all()) for _, codes in parts)
 
     def _parts(self, begin: int, count: int, size: int) -> Iterator[tuple[slice, Codes]]:
         """`count` rows from `begin` on, about `size` elements at a time: (which of these rows, their codes)."""
