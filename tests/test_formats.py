@@ -12,7 +12,7 @@ from format_tools import random_blocks, set_half
 
 from h2o_flexgen.compiled import threads
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.formats import GGUF, Codes8, Dense, Int4, Int8
+from h2o_flexgen.formats import GGUF, Codes8, Dense, Int4, Int8, decode_bytes
 from h2o_flexgen.formats import matrix as matrix_module
 from h2o_flexgen.formats.forms import compressed
 from h2o_flexgen.models.quantised.fp8 import E4M3
@@ -173,6 +173,29 @@ def test_one_block_may_begin_at_any_byte(decoder, name):
     raw = random_blocks(form, shape).flatten()
     shifted = torch.cat([torch.zeros(1, dtype=torch.uint8), raw])[1:]
     assert torch.equal(decoded(form, shifted, shape), decoded(form, raw, shape))
+
+
+@pytest.mark.parametrize(
+    "form",
+    [GGUF["Q4_K"], GGUF["Q6_K"], GGUF["MXFP4"], looked_up("fp8", 128, E4M3), Int8()],
+    ids=lambda form: form.name,
+)
+def test_decoding_by_torch_takes_the_planned_bytes(monkeypatch, form):
+    monkeypatch.setattr(threads, "compiled", lambda: None)
+    monkeypatch.setattr(matrix_module, "BUFFERED_PART", 1 << 18)
+    shape = 512, 2048
+    matrix = form.view(torch.zeros(form.nbytes(shape), dtype=torch.uint8), shape)
+    found = Int8().view(torch.empty(Int8().nbytes(shape), dtype=torch.uint8), shape)
+    for run in (lambda: matrix.to(torch.bfloat16), lambda: matrix.to_int8(found)):
+        with torch.profiler.profile(profile_memory=True) as profile:
+            run()
+        held = most = 0
+        for event in profile.profiler.kineto_results.events():
+            if event.name() == "[memory]":
+                held += event.nbytes()
+                most = max(most, held)
+        result = 0 if run() is None else 2 * 512 * 2048
+        assert most - result <= 1.02 * decode_bytes([form], torch.bfloat16, cuda=False)
 
 
 def test_embedding_and_head_are_int8_and_vectors_stay_floats():
