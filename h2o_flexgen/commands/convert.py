@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> None:
 
     target = Path(os.path.abspath(args.output))
     if os.path.lexists(target):
-        raise UserError(f"{args.output} exists: name a new folder")
+        raise UserError(f"{target} exists: name a new folder")
     weights, folder = find_model(args.model)
     spec = read_spec(folder)
     layers = family(spec.model_type).tensors(spec)
