@@ -56,7 +56,7 @@ class EngineArgs:
             throughput.
         compute: "exact" decodes quantised matrices to floats for their matmuls; "int8" multiplies them in int8
             (`kernels.int8`), which is faster and costs a little quality. None: what a policy file says, else "exact".
-        in_blocks: with "int8", whether 4-bit weights are multiplied as stored; None: whichever this CPU does faster.
+        in_blocks: with "int8", whether blocks of up to 6 bits are multiplied as stored; None: where this CPU gains.
         operands: with "int8", the same for each format, as in the manifest of a job.
         offload_dir: folder for the cache, hidden states and random weights on disk, in unnamed files.
         mem: the most bytes of RAM to use in all, for the process, the weights and everything else (default: all that is

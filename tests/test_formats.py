@@ -12,9 +12,11 @@ from format_tools import random_blocks, set_half
 
 from h2o_flexgen.compiled import threads
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.formats import GGUF, Codes8, Dense, Int4, Int8
+from h2o_flexgen.formats import GGUF, Codes8, Dense, Int4, Int8, decode_bytes
 from h2o_flexgen.formats import matrix as matrix_module
 from h2o_flexgen.formats.forms import compressed
+from h2o_flexgen.models.quantised.fp8 import E4M3
+from h2o_flexgen.models.quantised.method import looked_up
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 SHAPE = (24, 192)
@@ -154,6 +156,48 @@ def test_values_that_are_not_finite_are_detected(form, bad):
 LAYERS = [{"words": (96, 20)}, {"q": (32, 64), "norm": (64,), "down": (64, 96)}, {"norm2": (64,), "head": (96, 20)}]
 
 
+@pytest.mark.parametrize("exponent, is_finite", [(0, True), (252, True), (253, False), (255, False)])
+def test_powers_of_two_whose_values_are_infinite_are_detected(decoder, exponent, is_finite):
+    """2^125 * 12 is not in fp32, and 255 stands for NaN."""
+    raw = random_blocks(GGUF["MXFP4"], SHAPE)
+    raw[7, 2, 0] = exponent
+    raw[7, 2, 1:] = 0x77
+    matrix = GGUF["MXFP4"].view(raw.view(-1), SHAPE)
+    assert matrix.is_finite() == is_finite == bool(matrix.to(torch.float32).isfinite().all())
+
+
+@pytest.mark.parametrize("name", GGUF)
+def test_one_block_may_begin_at_any_byte(decoder, name):
+    form = GGUF[name]
+    shape = 1, form.layout.size
+    raw = random_blocks(form, shape).flatten()
+    shifted = torch.cat([torch.zeros(1, dtype=torch.uint8), raw])[1:]
+    assert torch.equal(decoded(form, shifted, shape), decoded(form, raw, shape))
+
+
+@pytest.mark.parametrize(
+    "form",
+    [GGUF["Q4_K"], GGUF["Q6_K"], GGUF["MXFP4"], looked_up("fp8", 128, E4M3), Int8()],
+    ids=lambda form: form.name,
+)
+def test_decoding_by_torch_takes_the_planned_bytes(monkeypatch, form):
+    monkeypatch.setattr(threads, "compiled", lambda: None)
+    monkeypatch.setattr(matrix_module, "BUFFERED_PART", 1 << 18)
+    shape = 512, 2048
+    matrix = form.view(torch.zeros(form.nbytes(shape), dtype=torch.uint8), shape)
+    found = Int8().view(torch.empty(Int8().nbytes(shape), dtype=torch.uint8), shape)
+    for run in (lambda: matrix.to(torch.bfloat16), lambda: matrix.to_int8(found)):
+        with torch.profiler.profile(profile_memory=True) as profile:
+            run()
+        held = most = 0
+        for event in profile.profiler.kineto_results.events():
+            if event.name() == "[memory]":
+                held += event.nbytes()
+                most = max(most, held)
+        result = 0 if run() is None else 2 * 512 * 2048
+        assert most - result <= 1.02 * decode_bytes([form], torch.bfloat16, cuda=False)
+
+
 def test_embedding_and_head_are_int8_and_vectors_stay_floats():
     assert compressed("int4", LAYERS) == {"words": Int8(), "q": Int4(64), "down": Int4(32), "head": Int8()}
     assert compressed("int8", LAYERS) == dict.fromkeys(("words", "q", "down", "head"), Int8())
@@ -204,6 +248,19 @@ def test_the_scale_of_a_row_depends_on_the_possible_codes(decoder, name, lowest,
     out = Int8().view(torch.empty(Int8().nbytes(shape), dtype=torch.uint8), shape)
     form.view(raw.view(-1), shape).to_int8(out)
     assert torch.equal(Int8().parts(out.raw, shape)[1], torch.full((2,), max(-lowest, highest)) / 127)
+
+
+def test_rows_far_below_their_scales_lose_nothing_in_int8(decoder):
+    """The scales of FP8 may be those of a tensor or of 128 rows, and its small numbers are as precise as large ones."""
+    form, shape = looked_up("fp8", 64, E4M3), SHAPE
+    raw = torch.zeros(shape[0], 3, form.layout.nbytes, dtype=torch.uint8)
+    raw[..., :4] = torch.ones(1).view(torch.uint8)
+    values = (matrix() / 16).to(torch.float8_e4m3fn)
+    raw[..., 4:] = values.view(torch.uint8).view(shape[0], 3, 64)
+    found = Int8().view(torch.empty(Int8().nbytes(shape), dtype=torch.uint8), shape)
+    form.view(raw.view(-1), shape).to_int8(found)
+    step = values.float().abs().amax(1, keepdim=True) / 127
+    assert ((found.to(torch.float32) - values.float()).abs() <= 0.5001 * step).all()
 
 
 def test_weights_that_are_not_finite_remain_so_in_int8(decoder):

@@ -7,6 +7,7 @@ import torch
 
 from h2o_flexgen.formats import GGUF, Dense, Int8
 from h2o_flexgen.formats.forms import Form, forms
+from h2o_flexgen.models.quantised.method import zeroed
 
 FP32 = Dense(torch.float32)
 FP16 = Dense(torch.float16)
@@ -39,6 +40,13 @@ def test_as_stored_quantised_matrices_become_operands_when_they_are_used():
     assert [form.given for form in in_int8.values()] == [Q8, FP32, Q4, Int8()]
     assert [form.is_direct for form in in_int8.values()] == [False, True, True, False]
     assert [form.in_int8 for form in in_int8.values()] == [True, False, True, True]
+
+
+def test_blocks_of_one_name_may_be_too_small_to_be_multiplied_as_stored():
+    """One group for all inputs is cut into blocks that divide them, whatever these are."""
+    large, small = zeroed("gptq", 64), zeroed("gptq", 8)
+    (only,) = found({"gptq": "gptq"}, {"up": large, "down": small}, decodes=False)
+    assert [form.operand for form in only.values()] == [large, Int8()]
 
 
 def test_exact_matmuls_read_what_was_decoded_at_loading():

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +16,7 @@ from h2o_flexgen.commands import options
 from h2o_flexgen.commands.output import print_text
 from h2o_flexgen.errors import UserError, reason
 from h2o_flexgen.policy import gib
+from h2o_flexgen.utils.files import sync
 
 if TYPE_CHECKING:
     from h2o_flexgen.formats import Format
@@ -28,13 +32,19 @@ def make_parser(prog: str) -> options.Parser:
     what = "Write a model with its matrices in 8 or 4 bits: a smaller checkpoint, which streams as it is stored."
     parser = options.Parser(prog, what, "MODEL")
     parser.add_argument("model", metavar="MODEL", help="a local folder or GGUF file, or a Hugging Face repository")
-    parser.add_argument("--to", required=True, choices=("int8", "int4", "q4_0"), help="embedding and head stay in int8")
+    parser.add_argument(
+        "--to",
+        required=True,
+        choices=("int8", "int4", "q4_0"),
+        help="the format; embedding and head become int8 in any case",
+    )
     parser.add_argument("-o", "--output", required=True, metavar="FOLDER", help="a new folder for the checkpoint")
     return parser
 
 
 def run(args: argparse.Namespace) -> None:
     import torch
+    from safetensors import SafetensorError
 
     from h2o_flexgen.engine.model import open_source
     from h2o_flexgen.formats.forms import compressed
@@ -44,7 +54,7 @@ def run(args: argparse.Namespace) -> None:
 
     target = Path(os.path.abspath(args.output))
     if os.path.lexists(target):
-        raise UserError(f"{args.output} exists: name a new folder")
+        raise UserError(f"{target} exists: name a new folder")
     weights, folder = find_model(args.model)
     spec = read_spec(folder)
     layers = family(spec.model_type).tensors(spec)
@@ -53,21 +63,41 @@ def run(args: argparse.Namespace) -> None:
     source = open_source(weights, folder, spec, layers, dtype, None, True)
     shapes = shapes_of(layers)
     try:
-        partial = target.with_name(target.name + ".partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        try:
+        with new_folder(target) as partial:
             write(partial, source, shapes, formats)
             copy_others(folder, partial, args.to)
+    except (OSError, SafetensorError) as e:
+        cause = (isinstance(e, OSError) and e.strerror) or reason(e)
+        raise UserError(f"cannot write {args.output}: {cause}") from None
+    before = sum(source.find(name).nbytes for name in shapes)
+    after = sum(file.stat().st_size for file in target.glob("*.safetensors"))
+    print_text(f"wrote {args.output}: {gib(after)} of weights instead of {gib(before)}")
+
+
+@contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """A folder beside `target` that becomes it at the end of the block, whole or not at all. Raises UserError while
+    another process makes it; OSError."""
+    partial = target.with_name(f".{target.name}.partial")
+    partial.mkdir(parents=True, exist_ok=True)
+    fd = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"another process is writing {target}: wait for it, or name another folder") from None
+        for path in partial.iterdir():  # left by a process that was killed
+            path.unlink()
+        try:
+            yield partial
+            for path in (*partial.iterdir(), partial):  # otherwise a power failure could leave a name without bytes
+                sync(path)
             partial.rename(target)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
-    except OSError as e:
-        raise UserError(f"cannot write {args.output}: {e.strerror or reason(e)}") from None
-    before = sum(source.find(name).nbytes for name in shapes)
-    after = sum(file.stat().st_size for file in target.glob("*.safetensors"))
-    print_text(f"wrote {args.output}: {gib(after)} of weights instead of {gib(before)}")
+    finally:
+        os.close(fd)
 
 
 def write(folder: Path, source: Checkpoint, shapes: dict[str, tuple[int, ...]], formats: dict[str, Format]) -> None:
@@ -89,7 +119,7 @@ def write(folder: Path, source: Checkpoint, shapes: dict[str, tuple[int, ...]], 
             io.close()
         yield from source.encoded(formats)
 
-    write_tensors(folder, source.path.name, tensors(), len(shapes), needed, True)
+    write_tensors(folder, source.path.name, tensors(), len(shapes), needed, True, "name a folder on another disk")
     files = sorted(folder.glob("*.safetensors"))
     index = {}
     for n, file in enumerate(files, 1):

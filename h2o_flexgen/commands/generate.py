@@ -85,7 +85,7 @@ def describe(report: dict) -> str:
     job = (model, report["dtype"], report["device"], report["workload"], describe_policy(policy, cuda))
     lines = [describe_job(*job, report["kv_budget"], report.get("compress_cache"))]
     if "weights" in report:
-        blocks = ", 4 bits as stored" if report.get("in_blocks") else ""
+        blocks = ", blocks as stored" if report.get("in_blocks") else ""
         lines.append(f"weights    {', '.join(report['weights'])}; {report.get('compute', 'exact')} matmuls{blocks}")
     for name in ("prefill", "decode"):
         forecast = f" (predicted {predicted[f'{name}_seconds']:.2f} s)" if predicted else ""

@@ -348,6 +348,20 @@ def _write_row(row, scale, minimum, factor, layout, codes, out):
                 out[begin + i] = element((np.float32(codes[begin + i]) * s + m) * factor, out)
 
 
+@njit(nogil=True)
+def _largest(row, scale, minimum, layout, codes):
+    """The bits of the largest absolute value in a row of codes that stand for floats; codes as in `_write_row`."""
+    decode(row, 0, len(row) // layout.nbytes, layout, codes)
+    size = U(len(codes) // len(scale))
+    last = np.uint8(len(layout.floats) - 1)
+    most = np.uint32(0)
+    for g in range(U(len(scale))):
+        for i in range(size):
+            value = layout.floats[U(np.uint8(codes[g * size + i]) & last)]
+            most = max(most, bits_of(abs(value * scale[g] + minimum[g])))
+    return most
+
+
 @njit(nogil=True, cache=True)
 def to_floats(rows, scale, minimum, order, layout, out):
     """Write code * scale + minimum for R rows of G groups.
@@ -369,14 +383,17 @@ def to_floats(rows, scale, minimum, order, layout, out):
 def to_int8(rows, scale, minimum, order, layout, out, out_scale, bounds):
     """As `to_floats`, but to symmetric codes of 8 bits, `out` (rows, width) int8, with one scale a row, `out_scale`
     (rows,) float32: 127 stands for the largest number that the codes of any of its groups, within `bounds`, can
-    stand for (`formats.codes.Codes.largest`)."""
+    stand for, or if these stand for floats, for the largest number of the row (`formats.codes.Codes.to_int8`)."""
     layout = Arrays(*layout)
     codes = np.empty(out.shape[1], np.int8)
     for r in range(len(rows)):
         most = np.uint32(0)
-        for g in range(scale.shape[1]):
-            for end in bounds:
-                most = max(most, bits_of(abs(end * scale[r, g] + minimum[r, g])))
+        if len(layout.floats):
+            most = _largest(rows[r], scale[r], minimum[r], layout, codes)
+        else:
+            for g in range(scale.shape[1]):
+                for end in bounds:
+                    most = max(most, bits_of(abs(end * scale[r, g] + minimum[r, g])))
         largest = from_bits(most)
         out_scale[order[r]] = largest / np.float32(127)
         factor = np.float32(127) / max(largest, np.float32(1e-30))

@@ -39,6 +39,10 @@ class Codes(NamedTuple):
         return (-MOST, MOST) if self.layout is None else self.layout.bounds
 
     @property
+    def _are_floats(self) -> bool:
+        return self.layout is not None and bool(self.layout.floats)
+
+    @property
     def largest(self) -> Tensor:
         """(R,): the largest absolute value that the codes of a row can stand for."""
         ends = [(end * self.scale + self.minimum).abs() for end in self.bounds]
@@ -60,11 +64,11 @@ class Codes(NamedTuple):
     def to_int8(self, order: Tensor, codes: Tensor, scale: Tensor) -> None:
         """Write the matrix into the rows `order` of codes (O, I) in int8, with one scale per row (O,), by torch's
         operators: 127 stands for the largest value that the row's codes can stand for, whether or not one of them
-        does."""
+        does. Codes of floats, as in FP8, may have scales far above their rows: there it is the largest value."""
         order = order.to(scale.device)
-        largest = self.largest
         wide = torch.empty(len(order), self.width, device=scale.device)
         self.decode(wide)
+        largest = torch.stack(wide.aminmax(dim=1)).abs().amax(0) if self._are_floats else self.largest
         codes[order] = wide.mul_(_factor(largest)[:, None]).round_().to(torch.int8)
         scale[order] = largest / MOST
 

@@ -118,7 +118,9 @@ def forms(
 def _operand(form: Format, dtype: torch.dtype, operands: dict[str, str] | None) -> Format:
     if form.is_dense or operands is None:
         return Dense(dtype)
-    return form if operands[form.name] == form.name else Int8()
+    # blocks of one name may differ in size, and only some of them have a tile
+    is_stored = operands[form.name] == form.name and (form == Int8() or form.tile is not None)
+    return form if is_stored else Int8()
 
 
 def check_compute(compute: str, formats: dict[str, Format]) -> None:

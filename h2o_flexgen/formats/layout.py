@@ -52,7 +52,7 @@ class Numbers(NamedTuple):
         """The numbers of blocks raw (..., bytes), uint8, in runs of `length`: (..., runs * length) int8 or int16."""
         found = torch.cat([_run(raw, parts, length) for parts in self.bits], -1)
         if self.table:
-            return torch.tensor(self.table, dtype=torch.int16, device=raw.device)[found.long()]
+            return looked_up(torch.tensor(self.table, dtype=torch.int16, device=raw.device), found)
         return found.view(torch.int8) if self.is_signed else found.to(torch.int16) - self.offset
 
     def array(self) -> np.ndarray:
@@ -63,6 +63,11 @@ class Numbers(NamedTuple):
             high = others[0] if others else Bits(low.at, mask=0)
             rows.append((*low[:3], *high))
         return np.array(rows, np.int64).reshape(-1, 8)
+
+
+def looked_up(table: Tensor, codes: Tensor) -> Tensor:
+    """table[codes], of any shape, by indices of 32 bits: those of 64 take twice the memory."""
+    return table.index_select(0, codes.flatten().int()).view(codes.shape)
 
 
 def _run(raw: Tensor, parts: tuple[Bits, ...], length: int) -> Tensor:
@@ -110,7 +115,7 @@ class Layout:
         codes = self.codes.read(raw, self.run)
         if not self.floats:
             return codes
-        return torch.tensor(self.floats, device=raw.device)[codes.long() % len(self.floats)]
+        return looked_up(torch.tensor(self.floats, device=raw.device), codes)
 
     def scales_and_minima(self, raw: Tensor) -> tuple[Tensor, Tensor]:
         """Scale and minimum of each group of rows of blocks, raw (R, blocks, bytes): both (R, groups of a row) fp32."""
@@ -141,7 +146,8 @@ class Layout:
 
 
 def _float(raw: Tensor, at: int, dtype: torch.dtype) -> Tensor:
-    return raw[..., at : at + dtype.itemsize].contiguous().view(dtype)[..., 0].float()
+    taken = raw[..., at : at + dtype.itemsize].clone(memory_format=torch.contiguous_format)  # no view at odd ones
+    return taken.view(dtype)[..., 0].float()
 
 
 def _exponent(byte: Tensor) -> Tensor:

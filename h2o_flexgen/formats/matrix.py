@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 #: elements that are decoded at once: by compiled loops, and by torch, which takes buffers of several times their size
 PART = 1 << 24
 BUFFERED_PART = 1 << 22
+#: bytes for each element of what torch decodes: codes, places in a table, and floats up to three times
+BUFFERED_BYTES = 15
 
 
 @dataclass
@@ -66,8 +68,9 @@ class Quantised:
         return (raw, stored_rows(self.shape[0], self.format.heads), *self.format.tile), self.format.layout.arrays
 
     def is_finite(self) -> bool:
+        """Whether all that its codes can stand for is finite: MXFP4 has finite scales of values that are not."""
         parts = self._parts(0, self.shape[0], BUFFERED_PART)
-        return all(bool(x.isfinite().all()) for _, codes in parts for x in (codes.scale, codes.minimum))
+        return all(bool(codes.largest.isfinite().all()) for _, codes in parts)
 
     def _parts(self, begin: int, count: int, size: int) -> Iterator[tuple[slice, Codes]]:
         """`count` rows from `begin` on, about `size` elements at a time: (which of these rows, their codes)."""
@@ -126,10 +129,10 @@ def stored_rows(count: int, heads: int) -> np.ndarray:
 
 
 def decode_bytes(formats: Iterable[Format], dtype: torch.dtype, cuda: bool) -> int:
-    """The bytes that decoding takes besides its result in `dtype`: the codes and floats of a part, the floats twice
-    when they become codes of 8 bits, and for a matrix with heads also the part before its rows are reordered. Compiled
-    loops need only scales and minima, which are not counted."""
+    """The bytes that decoding takes besides its result in `dtype`: BUFFERED_BYTES for each element of a part, and for a
+    matrix with heads also the part before its rows are reordered. Compiled loops need only scales and minima, which are
+    not counted."""
     quantised = [form for form in formats if not form.is_dense]
     if not quantised or (not cuda and threads.compiled()):
         return 0
-    return BUFFERED_PART * (9 + dtype.itemsize * any(form.heads for form in quantised))
+    return BUFFERED_PART * (BUFFERED_BYTES + dtype.itemsize * any(form.heads for form in quantised))

@@ -15,6 +15,8 @@ from h2o_flexgen.models.folder import weight_files
 from h2o_flexgen.policy import KVBudget
 from h2o_flexgen.utils.files import samples
 
+#: the formats that matmuls in int8 read when manifests had `in_blocks`
+OLD = {"int8", "int4", "Q8_0", "Q4_0", "Q4_1"}
 #: settings that are no options, in words
 WORDS = {
     "files": "the model's files or tokenizer",
@@ -60,8 +62,9 @@ def changes(old: dict, new: dict) -> list[str]:
 
 def _are_same_matmuls(old: dict, operands: dict[str, str]) -> bool:
     """Whether a manifest of an earlier version, which only says if some weights are multiplied as stored that are not
-    in `Int8`, means these operands."""
-    return "operands" not in old and bool(old.get("in_blocks")) == any(name != Int8.name for name in operands.values())
+    in `Int8`, means these operands. Other formats than `OLD` were exact then."""
+    in_blocks = any(name != Int8.name for name in operands.values())
+    return "operands" not in old and operands.keys() <= OLD and bool(old.get("in_blocks")) == in_blocks
 
 
 def fingerprint(model: LoadedModel) -> str:

@@ -116,8 +116,13 @@ def int8_operands(formats: Iterable[Format], cuda: bool, asked: bool | dict[str,
     it as stored, else that of `Int8`}. Blocks are read as stored (`block_tiles`) on CPUs where that is hardly slower,
     or as `asked`: for all blocks, or for each format, as in an earlier result. Raises UserError if it is asked for and
     this CPU cannot."""
-    quantised = (form for form in formats if not form.is_dense)
-    return {form.name: form.name if _is_read_as_stored(form, cuda, asked) else Int8.name for form in quantised}
+    found: dict[str, str] = {}
+    for form in formats:
+        if not form.is_dense:
+            found.setdefault(form.name, Int8.name)
+            if _is_read_as_stored(form, cuda, asked):
+                found[form.name] = form.name
+    return found
 
 
 def _is_read_as_stored(form: Format, cuda: bool, asked: bool | dict[str, str] | None) -> bool:
@@ -128,7 +133,7 @@ def _is_read_as_stored(form: Format, cuda: bool, asked: bool | dict[str, str] | 
     if cuda or asked is False or not isinstance(form, Blocks) or form.tile is None:
         return False
     if asked and not int8.takes_blocks():
-        raise UserError("`in_blocks`: matmuls read weights in 4 bits directly on CPUs with AVX2 only")
+        raise UserError("`in_blocks`, or the job that is resumed, needs a CPU with AVX2, to multiply weights as stored")
     return int8.takes_blocks() and (asked or rates().takes_blocks(form.name))
 
 

@@ -71,13 +71,19 @@ def made_once(
 
 
 def write_tensors(
-    folder: Path, what: str, tensors: Iterator[tuple[str, Tensor]], count: int, needed: int, progress: bool
+    folder: Path,
+    what: str,
+    tensors: Iterator[tuple[str, Tensor]],
+    count: int,
+    needed: int,
+    progress: bool,
+    advice: str = OTHER_HOME,
 ) -> None:
-    """Write about `count` tensors in `needed` bytes into files in a folder. Raises UserError for lack of space; OSError
-    or SafetensorError if that turns out later."""
+    """Write about `count` tensors in `needed` bytes into files in a folder. Raises UserError for lack of space, with
+    `advice`; OSError or SafetensorError if that turns out later."""
     free = shutil.disk_usage(folder).free
     if free < needed:
-        raise UserError(f"converting {what} takes {gib(needed)} in {folder}, where {gib(free)} is free: {OTHER_HOME}")
+        raise UserError(f"converting {what} takes {gib(needed)} in {folder}, where {gib(free)} is free: {advice}")
     with bar(desc=f"converting {what}", total=count, unit="tensors", show=progress) as shown:
         _save(tensors, folder, shown)
 

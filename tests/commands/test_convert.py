@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import shutil
 
 import gguf
 import pytest
 import torch
 import zoo
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from h2o_flexgen import LLM, Policy, SamplingParams
@@ -80,6 +83,57 @@ def test_bad_calls_leave_nothing(llama, tmp_path, capsys):
     assert main(["convert", str(broken), "--to", "int8", "-o", str(tmp_path / "new")]) == 2
     assert "contain NaN or infinite values" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.glob("new*")) == []
+
+
+def convert(folder, out) -> int:
+    return main(["convert", str(folder), "--to", "int8", "-o", str(out)])
+
+
+def test_what_a_killed_process_left_is_replaced(llama, tmp_path):
+    left = tmp_path / ".out.partial"
+    left.mkdir()
+    (left / "00007.safetensors").write_text("half")
+    assert convert(llama.folder, tmp_path / "out") == 0
+    assert not left.exists() and [p.name for p in (tmp_path / "out").glob("*7*")] == []
+
+
+def test_folders_of_others_stay(llama, tmp_path):
+    note = tmp_path / "out.partial" / "note.txt"
+    note.parent.mkdir()
+    note.write_text("mine")
+    assert convert(llama.folder, tmp_path / "out") == 0
+    assert note.read_text() == "mine"
+
+
+def test_only_one_process_writes_a_folder(llama, tmp_path, capsys):
+    partial = tmp_path / ".out.partial"
+    partial.mkdir()
+    (partial / "00000.safetensors").write_text("half")
+    fd = os.open(partial, os.O_RDONLY)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    assert convert(llama.folder, tmp_path / "out") == 2
+    assert "another process is writing" in capsys.readouterr().err
+    assert (partial / "00000.safetensors").exists()
+    os.close(fd)
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), SafetensorError("No space left on device")])
+def test_a_full_disk_leaves_nothing(llama, tmp_path, capsys, monkeypatch, error):
+    def fail(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr("safetensors.torch.save_file", fail)
+    assert convert(llama.folder, tmp_path / "out") == 2
+    assert f"cannot write {tmp_path}/out: No space left on device" in capsys.readouterr().err
+    assert not [*tmp_path.glob("*out*"), *tmp_path.glob(".out*")]
+
+
+def test_too_little_space_is_told_without_the_cache_folder(llama, tmp_path, capsys, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
+    assert convert(llama.folder, tmp_path / "out") == 2
+    says = capsys.readouterr().err
+    assert "is free: name a folder on another disk" in says and "H2O_FLEXGEN_HOME" not in says
 
 
 def test_a_checkpoint_that_contradicts_its_config(llama, tmp_path, capsys):

@@ -253,7 +253,7 @@ def test_weights_in_4_bits_are_multiplied_as_when_the_job_began(job, out, monkey
         assert Manifest.read(manifest_path(out)).settings["operands"] == operands
     monkeypatch.setattr(int8, "takes_blocks", lambda: False)
     code, err = job(*options)
-    assert code == 2 and "on CPUs with AVX2 only" in last_line(err)
+    assert code == 2 and "needs a CPU with AVX2" in last_line(err)
 
 
 @pytest.mark.parametrize("first", [False, True], ids=["codes_of_8_bits", "as_stored"])
@@ -281,6 +281,7 @@ def test_manifests_of_earlier_versions_say_in_blocks(job, out, fast_blocks, firs
         ({"in_blocks": True}, {"int8": "int8", "int4": "int4"}, []),
         ({"in_blocks": True}, {"int8": "int8", "int4": "int8"}, ["what matmuls in int8 read of the weights"]),
         ({"in_blocks": None}, {"int8": "int8", "int4": "int8"}, []),
+        ({}, {"Q8_0": "int8", "Q6_K": "int8"}, ["what matmuls in int8 read of the weights"]),  # Q6_K was exact
         ({}, {"int8": "int8", "int4": "int4"}, ["what matmuls in int8 read of the weights"]),
         ({"operands": None, "compute": "exact"}, {"int4": "int4"}, ["`compute` 'exact', now 'int8'"]),
     ],

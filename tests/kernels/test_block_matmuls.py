@@ -19,6 +19,7 @@ from h2o_flexgen.formats.layout import EXPONENT
 from h2o_flexgen.kernels import int8, linear
 from h2o_flexgen.kernels.int8 import int8_linear, int8_linears
 from h2o_flexgen.kernels.rates import ROWS
+from h2o_flexgen.models.quantised.method import zeroed
 
 block_tiles = pytest.importorskip("h2o_flexgen.compiled.block_tiles")
 pytestmark = pytest.mark.usefixtures("fast_blocks")
@@ -166,13 +167,20 @@ def test_what_int8_matmuls_read_is_decided_for_each_format():
     assert linear.int8_operands(MIXED, False, True) == linear.int8_operands(MIXED, False, AS_STORED) == AS_STORED
 
 
+@pytest.mark.parametrize("sizes", [(64, 8), (8, 64)])
+def test_blocks_of_one_name_are_read_as_stored_if_some_can(sizes):
+    formats = [zeroed("gptq", size) for size in sizes]
+    assert linear.int8_operands(formats, False, True) == {"gptq": "gptq"}
+    assert linear.int8_operands(formats[sizes.index(8) :][:1], False, True) == {"gptq": "int8"}
+
+
 def test_operands_of_an_earlier_job_are_those_of_this_one(monkeypatch):
     some = UNPACKED | {"Q4_K": "Q4_K"}
     assert linear.int8_operands(MIXED, False, some) == some
     monkeypatch.setattr(int8, "takes_blocks", lambda: False)
     assert linear.int8_operands(MIXED, False, UNPACKED) == linear.int8_operands(MIXED, False) == UNPACKED
     for asked in (True, some):
-        with pytest.raises(UserError, match="`in_blocks`: .* on CPUs with AVX2 only"):
+        with pytest.raises(UserError, match="`in_blocks`, or the job .* needs a CPU with AVX2"):
             linear.int8_operands(MIXED, False, asked)
 
 

@@ -41,7 +41,7 @@ class FP8(Method):
     def encode(self, shape: Shape, parts: dict[str, Tensor]) -> Tensor:
         weight, scale = parts.values()
         if weight.dtype != torch.float8_e4m3fn or not scale.is_floating_point():
-            raise ValueError(f"{weight.dtype} with scales in {scale.dtype} is not supported, only float8_e4m3fn")
+            raise ValueError(f"{weight.dtype} with scales in {scale.dtype} is not float8_e4m3fn with floats")
         codes = weight.view(torch.uint8)
         if (codes & 127 == 127).any():
             raise ValueError("it contains NaN: is the checkpoint broken?")

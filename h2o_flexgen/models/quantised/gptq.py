@@ -27,7 +27,7 @@ class GPTQ(Grouped):
         super().__init__(config, skipped, group_size(config), config.data.get("bits"), act_order)
         self.quantises_head = config.flag("lm_head", False)
         version = config.data.get("checkpoint_format") or "gptq"
-        if version not in ZEROS:
+        if not isinstance(version, str) or version not in ZEROS:
             known = ", ".join(ZEROS)
             raise config.error(f"checkpoint_format {shortened(version)} is not supported; known: {known}")
         self.zero = ZEROS[version]

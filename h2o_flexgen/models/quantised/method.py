@@ -199,6 +199,9 @@ def affine(codes: Tensor, scale: Tensor, zero: Tensor, index: Tensor | None = No
     (least, most) = map(int, index.aminmax())
     if least < 0 or most >= scale.shape[1]:
         raise ValueError(f"its inputs are in groups {least} to {most}, and there are {scale.shape[1]}")
+    (fewest, most) = map(int, index.bincount(minlength=scale.shape[1]).aminmax())
+    if (fewest, most) != (group, group):
+        raise ValueError(f"its groups have {fewest} to {most} inputs, not {group} each")
     if not torch.equal(index, in_order) or not torch.equal(scale.half().to(scale.dtype), scale):
         shifted = codes.to(torch.int8) - zero.to(torch.int8)[:, index]
         return shifted.to(scale.dtype).mul_(scale[:, index])
