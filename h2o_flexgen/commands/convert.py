@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> None:
     from safetensors import SafetensorError
 
     from h2o_flexgen.engine.model import open_source
-    from h2o_flexgen.formats.forms import compressed
+    from h2o_flexgen.formats.forms import CONVERTED, compressed
     from h2o_flexgen.models.registry import family, read_spec, stored_dtype
     from h2o_flexgen.models.source import find_model
     from h2o_flexgen.models.spec import shapes_of
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> None:
     weights, folder = find_model(args.model)
     spec = read_spec(folder)
     layers = family(spec.model_type).tensors(spec)
-    formats = compressed(args.to, [layer.shapes for layer in layers])
+    formats = compressed(args.to, [layer.shapes for layer in layers], CONVERTED)
     dtype = getattr(torch, stored_dtype(folder) or "bfloat16")
     source = open_source(weights, folder, spec, layers, dtype, None, True)
     shapes = shapes_of(layers)

@@ -27,11 +27,11 @@ COPY = " (copy)"
 # the weights
 
 
-def compressed(kind: str, layers: list[dict[str, Shape]]) -> dict[str, Format]:
-    """{name: format} of a model's matrices under `compress_weight`, or a kind of CONVERTED. In 4 bits the embedding and
+def compressed(kind: str, layers: list[dict[str, Shape]], kinds: tuple[str, ...] = COMPRESSED) -> dict[str, Format]:
+    """{name: format} of a model's matrices under `compress_weight`, or another of `kinds`. In 4 bits the embedding and
     the head, which are the first and the last layer, are still int8. Raises UserError if the kind is unknown, or no
     group size divides the inputs of a matrix."""
-    if kind not in CONVERTED:
+    if kind not in kinds:
         raise UserError(f"`compress_weight` is one of {', '.join(COMPRESSED)}, not {kind!r}")
     ends = {**layers[0], **layers[-1]}
     found = {}

@@ -24,4 +24,4 @@ class Own(Method):
             raise config.error(f"kind must be one of {', '.join(CONVERTED)}, not {self.kind!r}")
 
     def formats(self, layers: Sequence[Layer]) -> dict[str, Format]:
-        return compressed(self.kind, [layer.shapes for layer in layers])
+        return compressed(self.kind, [layer.shapes for layer in layers], CONVERTED)
