@@ -18,7 +18,7 @@ from h2o_flexgen.planning.occupancy import expected, stretches
 from h2o_flexgen.planning.placement import Placement
 from h2o_flexgen.planning.shapes import DECODER, Shapes
 from h2o_flexgen.planning.traffic import Amount, Flows, Offloaded, weights_beside
-from h2o_flexgen.planning.workload import GROUP_ROWS, Batch, batches_of, matmul_rows
+from h2o_flexgen.planning.workload import GROUP_ROWS, Batch, batches_of
 from h2o_flexgen.policy import Policy
 
 #: the most full blocks of a job that are costed
@@ -115,10 +115,8 @@ class CostModel:
 
     def phases(self, batches: Sequence[Batch], streamed: Amount = 0.0) -> list[Phase]:
         """Prefill and decode steps of a block. `streamed`: fraction of the head's weights that is not resident."""
-        sizes = [batch.size for batch in batches]
-        prefill_head = self.layers.head_seconds(sizes, streamed)
-        decode_head = self.layers.head_seconds(matmul_rows(sizes), streamed)
-        return [Phase(1, self.layers.prefill, prefill_head), Phase(self.steps, self.layers.decode, decode_head)]
+        head = self.layers.head_seconds(sum(batch.size for batch in batches), streamed)
+        return [Phase(1, self.layers.prefill, head), Phase(self.steps, self.layers.decode, head)]
 
     def predict(
         self,
@@ -185,7 +183,13 @@ class _PlacedCost:
         self.weights = []  # of each layer, off the device
         for names in layers.matrices:
             self.weights.append(_offloaded((placement.weights[name], model.shapes.nbytes(name)) for name in names))
-        *self.beside_decoders, self.beside_head = weights_beside(self.weights)
+        staged = self.weights
+        in_slices = Offloaded()
+        if placement.sliced is not None:  # the head is read while it is computed
+            in_slices = Offloaded(0.0, model.shapes.nbytes(placement.sliced))
+            staged = [*staged[:-1], Offloaded(staged[-1].cpu, staged[-1].disk - in_slices.disk)]
+        *self.beside_decoders, beside_head = weights_beside(staged)
+        self.beside_head = beside_head + in_slices
         self.streamed = [sum(each) / nbytes for each, nbytes in zip(self.weights, layers.layer_bytes)]
         self._blocks: dict[tuple[Batch, ...], list[PhaseCost]] = {}
 
