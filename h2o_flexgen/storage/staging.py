@@ -52,19 +52,14 @@ def staging_bytes(tier: str, form: Form, shape: Shape, cuda: bool) -> StagingByt
     return StagingBytes(staging_span(arriving.nbytes(shape)), host, converted)
 
 
-def sliced_form(form: Form) -> Form:
-    """Of a slice, which is made the operand as soon as it is read."""
-    return form._replace(is_sliced=False)
-
-
-def slice_height(form: Form, shape: Shape) -> int:
-    """Rows of a slice."""
-    return min(shape[0], slice_rows(shape[1], form.operand.dtype.itemsize))
+def slice_shape(form: Form, shape: Shape) -> Shape:
+    """Of a slice of a matrix on disk."""
+    return min(shape[0], slice_rows(shape[1], form.operand.dtype.itemsize)), shape[1]
 
 
 def slice_bytes(form: Form, shape: Shape) -> StagingBytes:
-    """Of a slice of a matrix on disk, on the CPU."""
-    size = staging_bytes("disk", sliced_form(form), (slice_height(form, shape), shape[1]), False)
+    """Of a slice of a matrix on disk, on the CPU, in a buffer of its own; it is made the operand once it is read."""
+    size = staging_bytes("disk", form._replace(is_sliced=False), slice_shape(form, shape), cuda=False)
     return size + StagingBytes(device=PAGE)  # scales that are apart from the codes begin a page
 
 
@@ -117,25 +112,26 @@ class StagedTensor:
 
 
 class SlicedTensor(SlicedWeight):
-    """A matrix on disk that its matmul reads a slice at a time: one is multiplied with while the next ones are read.
+    """A matrix on disk that its matmul reads a slice at a time: one is multiplied with while the next one is read.
 
     Args:
         buffers: for a slice each.
 
     Attributes:
-        size, begin: as of a `StagedTensor`: a slice is converted in the buffer of its layer.
+        size, begin: as of a `StagedTensor`; only conversion is in the buffers of its layer.
     """
 
     def __init__(self, stored: Stored, form: Form, buffers: list[Tensor], device: Device, io: DiskIO):
         self.stored = stored
-        self.height = stored.shape[0]
-        self.form = form
+        self.form = form._replace(is_sliced=False)
         self.buffers = buffers
         self.device = device
         self.io = io
-        self.size = StagingBytes(converted=slice_bytes(form, stored.shape).converted)
+        self.size = slice_bytes(form, stored.shape)._replace(device=0)
         self.begin = StagingBytes()
-        self._requested: dict[int, tuple[StagedTensor, PagedRead]] = {}  # by first row
+        self.height = stored.shape[0]
+        self._begins = range(0, self.height, slice_shape(form, stored.shape)[0])
+        self._requested: dict[int, tuple[StagedTensor, PagedRead]] = {}  # by the number of the slice
 
     def operand(self, buffer: Tensor) -> SlicedTensor:
         self._converted = buffer
@@ -145,29 +141,28 @@ class SlicedTensor(SlicedWeight):
         """Request the first slices, behind all other requests."""
         self._request(0, prefetch=True)
 
-    def _request(self, begin: int, prefetch: bool = False) -> None:
-        """Request the slices from a row on, as far as the buffers reach."""
-        step = slice_height(self.form, self.stored.shape)
-        for number, at in enumerate(range(begin, self.height, step)[: len(self.buffers)], begin // step):
-            if at not in self._requested:
-                stored = self.stored.rows(at, min(step, self.height - at))
-                size = slice_bytes(self.form, self.stored.shape)
-                part = StagedTensor(stored, stored.shape, sliced_form(self.form), size, self.begin._replace(device=0))
+    def _request(self, first: int, prefetch: bool = False) -> None:
+        """Request the slices from number `first` on, as far as the buffers reach."""
+        for number in range(len(self._begins))[first : first + len(self.buffers)]:
+            if number not in self._requested:
+                begin = self._begins[number]
+                stored = self.stored.rows(begin, min(self._begins.step, self.height - begin))
                 buffer = self.buffers[number % len(self.buffers)]
-                self._requested[at] = part, part.stage(buffer, buffer)
-                self._requested[at][1].start(self.io, prefetch)
+                size = self.size._replace(device=len(buffer))
+                part = StagedTensor(stored, stored.shape, self.form, size, self.begin._replace(device=0))
+                read = part.stage(buffer, buffer)
+                read.start(self.io, prefetch)
+                self._requested[number] = part, read
 
     def slices(self) -> Iterator[tuple[int, Tensor | Quantised | Int8Weight]]:
-        begin = 0
-        while begin < self.height:
+        for number, begin in enumerate(self._begins):
             interrupts.check()
-            self._request(begin)
-            part, read = self._requested.pop(begin)
+            self._request(number)
+            part, read = self._requested.pop(number)
             with self.device.stalling("weights"):
                 wait(read.requests)
                 read.finish()
             yield begin, part.operand(self._converted)
-            begin += part.shape[0]
 
 
 def _payload(tensor: Tensor | Quantised) -> Tensor:
