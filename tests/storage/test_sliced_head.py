@@ -114,7 +114,7 @@ def test_streams_read_it_too(large_head, is_tight):
             session = llm.session(count=3, chunk=5)
             assert (session.choice.placement.sliced is not None) == is_tight[0]
             outputs = session.generate(PROMPTS[:3], SamplingParams(max_tokens=6, ignore_eos=True))
-            texts[is_tight[0]] = [o.outputs[0].token_ids for o in outputs]
+            texts[is_tight[0]] = [o.token_ids for o in outputs]
             session.close()
     assert texts[True] == texts[False]
 
