@@ -150,14 +150,15 @@ def test_a_head_that_several_groups_of_rows_need_is_staged(large_head, is_tight)
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_a_read_error_in_the_head_ends_the_job(large_head, is_tight, monkeypatch, overlap):
+@pytest.mark.parametrize("error", [UserError, KeyboardInterrupt])
+def test_a_read_error_or_an_interrupt_in_the_head_ends_the_job(large_head, is_tight, monkeypatch, overlap, error):
     """In a later pass, with the next slice in flight; and the job may be tried again."""
     is_tight[0] = True
     real = SlicedTensor.slices
     passes = []
 
     def broken(self, *args):
-        raise UserError(f"cannot read {self.path}: Input/output error")
+        raise UserError("Input/output error")
 
     threads = threading.active_count()
     with opened(str(large_head.folder), overlap) as llm:
@@ -169,9 +170,11 @@ def test_a_read_error_in_the_head_ends_the_job(large_head, is_tight, monkeypatch
                     if len(passes) == 3 and begin:
                         patch.setattr(File, "read_at", broken)
                     yield begin, part
+                    if len(passes) == 3 and error is KeyboardInterrupt:
+                        raise KeyboardInterrupt
 
             patch.setattr(SlicedTensor, "slices", failing)
-            with pytest.raises(UserError, match="Input/output error"):
+            with pytest.raises(error):
                 generated(llm)
         assert len(passes) == 3 and threading.active_count() == threads
         assert [len(ids) for ids in generated(llm)] == [p.max_tokens for p in PARAMS]
