@@ -18,7 +18,7 @@ from h2o_flexgen.planning.occupancy import expected, stretches
 from h2o_flexgen.planning.placement import Placement
 from h2o_flexgen.planning.shapes import DECODER, Shapes
 from h2o_flexgen.planning.traffic import Amount, Flows, Offloaded, weights_beside
-from h2o_flexgen.planning.workload import GROUP_ROWS, Batch, batches_of
+from h2o_flexgen.planning.workload import GROUP_ROWS, Batch, batches_of, matmul_rows
 from h2o_flexgen.policy import Policy
 
 #: the most full blocks of a job that are costed
@@ -115,8 +115,10 @@ class CostModel:
 
     def phases(self, batches: Sequence[Batch], streamed: Amount = 0.0) -> list[Phase]:
         """Prefill and decode steps of a block. `streamed`: fraction of the head's weights that is not resident."""
-        head = self.layers.head_seconds(sum(batch.size for batch in batches), streamed)
-        return [Phase(1, self.layers.prefill, head), Phase(self.steps, self.layers.decode, head)]
+        sizes = [batch.size for batch in batches]
+        prefill_head = self.layers.head_seconds(sizes, streamed)
+        decode_head = self.layers.head_seconds(matmul_rows(sizes), streamed)
+        return [Phase(1, self.layers.prefill, prefill_head), Phase(self.steps, self.layers.decode, decode_head)]
 
     def predict(
         self,

@@ -124,10 +124,10 @@ class LayerCost:
             return seconds
         return seconds + elements * sum(1 / self.profile.decode_rate(form.name) for form in shapes.kv_format)
 
-    def head_seconds(self, rows: int, streamed: Amount) -> Amount:
-        """Seconds from the last hidden states to tokens of `rows` sequences. `streamed`: fraction of the head's weights
-        that is not resident."""
-        parts = _cut(rows, HEAD_ROWS)
+    def head_seconds(self, rows: Sequence[int], streamed: Amount) -> Amount:
+        """Seconds from the last hidden states to tokens. `rows`: sequences that go through the head together;
+        `streamed`: fraction of the head's weights that is not resident."""
+        parts = sum((_cut(count, HEAD_ROWS) for count in rows), Counter())
         return self._matmuls(HEAD, parts, streamed) + parts.total() * self._decoding(HEAD)
 
     def _decoding(self, layer: int) -> float:
