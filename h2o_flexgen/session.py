@@ -264,7 +264,8 @@ def choose(
         raise UserError("`kv_rule`: `layers` needs texts of a known length, which a stream lacks")
     slots = sum(kv_budget.slots(positions))
     room = max(1, positions - slots) if position_rolling else positions  # the planner refuses slots that leave none
-    one = Workload((min(chunk, room),), gen_len=slots + 2, cached_len=min(slots, positions))
+    longest = min(chunk, room)
+    one = Workload((longest,), gen_len=slots + 2, cached_len=min(slots, positions), logits=longest)
     kv_budget = replace(kv_budget, position_rolling=bool(position_rolling))
     rule = rule_for(kv_budget, one.longest, one.gen_len, spec)
     _check_count(count, planner.model.shapes(rule, one).kv_bytes, resources)

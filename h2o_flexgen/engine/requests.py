@@ -209,4 +209,6 @@ def workload_of(rows: list[Sequence]) -> Workload | None:
     path, shared = shared_tokens(rows)
     prompt_lens = sorted((len(s.prompt) for s in rows), reverse=True)
     gen_lens = [s.params.max_tokens for s in rows]
-    return Workload(tuple(prompt_lens), max(gen_lens), path=path, shared=shared, output_tokens=sum(gen_lens))
+    logits = max(len(s.prompt) - s.wanted for s in rows)
+    output_tokens = sum(gen_lens)
+    return Workload(tuple(prompt_lens), max(gen_lens), 0, None, path, shared, output_tokens, logits=logits)

@@ -52,7 +52,7 @@ class Runner:
         self.transport: Transport | None = None
         self.weights: WeightStore | None = None
         self.streams: Streams | None = None
-        self._placed = None  # (tiers of the weights, overlap, forms of the weights)
+        self._placed = None  # what the job before wanted of them
         if device.is_cuda:
             device.start(gpu_mem)
         memory.hold_heap()
@@ -161,7 +161,7 @@ class Runner:
 
     def _load_weights(self, job: ExecutionPlan) -> None:
         """Load the weights, unless they are already placed as the job wants them."""
-        placed = (job.placement.weights, job.policy.overlap, job.forms)
+        placed = (job.placement.weights, job.placement.sliced, job.policy.overlap, job.forms)
         if placed == self._placed:
             return
         self.close()
@@ -174,6 +174,7 @@ class Runner:
             job.placement.weights,
             self.model.source,
             self.progress,
+            job.placement.sliced,
         )
         self._placed = placed
 

@@ -80,6 +80,7 @@ class Walk:
         self._hidden: dict[int, Tensor] = {}  # by chunk, of those that stay on the device
         self._open: dict[int, KVTensors] = {}  # KV blocks of the current layer, by batch
         self._slots: dict[int, Tensor] = {}  # written by a decode step, by batch
+        self._wanted: list[tuple[Sequence, Tensor]] = []  # rows whose logits are wanted, with their hidden states (E,)
 
     @torch.inference_mode()
     def run(self, pass_: Pass) -> None:
@@ -138,18 +139,20 @@ class Walk:
         self._keep(n, chunk, hidden)
 
     def _head(self, n: int, chunk: Chunk, w: Weights) -> None:
-        """Hand the logits that are wanted to the sink."""
+        """Hand the logits that are wanted to the sink, HEAD_ROWS at a time, of all chunks together: each time the head
+        may have to be read or decoded."""
         hidden = self._taken(n, chunk, is_head=True)
-        wanted = []
         begin = 0
         for piece in chunk.pieces:
-            wanted += [(s, begin + token) for s, token in piece.logits()]
+            self._wanted += [(s, hidden[begin + token]) for s, token in piece.logits()]
             begin += piece.size
-        for at in range(0, len(wanted), HEAD_ROWS):
+        least = 1 if chunk is self.pass_.chunks[-1] else HEAD_ROWS
+        while len(self._wanted) >= least:
             interrupts.check()
-            sequences, places = zip(*wanted[at : at + HEAD_ROWS])
-            rows = hidden[list(places)] if len(places) < len(hidden) else hidden
-            self.sink.take(list(sequences), self.family.logits(self.spec, w, rows))
+            sequences, rows = zip(*self._wanted[:HEAD_ROWS])
+            del self._wanted[:HEAD_ROWS]
+            self.sink.take(list(sequences), self.family.logits(self.spec, w, torch.stack(rows)))
+        self._wanted = [(s, row.clone()) for s, row in self._wanted]  # the next chunk may take the place of this one
 
     # hidden states between stages
 

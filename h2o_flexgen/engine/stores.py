@@ -128,8 +128,11 @@ class Prefetcher:
         return self.pass_.batches[use.batch].opens is None and block.loading is not None
 
     def weights(self, stage: int) -> None:
-        """Those from a stage on, as far as the two staging buffers reach."""
+        """Those from a stage on, as far as the two staging buffers reach; a head in slices needs none of them."""
         groups = self.stores.weights.groups
+        head = self.stores.model.spec.layers + 1
+        if stage == head - 1:  # before the layers of the next pass, which are needed later
+            self.stores.weights.prefetch(head)
         left = [group for group in groups if group[-1] >= stage]
         following = [] if self.pass_.is_last else groups
         for n, group in enumerate([*left, *following][:2]):

@@ -7,7 +7,7 @@ not exact, run only where they are asked for. fp32, and all floats on CUDA, alwa
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from itertools import compress
 
@@ -19,11 +19,11 @@ from h2o_flexgen.errors import UserError
 from h2o_flexgen.formats import Blocks, Dense, Format, Int8, Quantised, dtype_name
 from h2o_flexgen.kernels import exact, int8
 from h2o_flexgen.kernels.int8 import int8_linears
-from h2o_flexgen.kernels.operands import Int8Weight
+from h2o_flexgen.kernels.operands import Int8Weight, SlicedWeight
 from h2o_flexgen.kernels.rates import HALF_TYPES, INT8, ROWS, KernelRates
 from h2o_flexgen.kernels.timing import measure
 
-#: bytes of a quantised head that are decoded at once, and what divides the rows of such a slice
+#: bytes of a head that are decoded or read at once, and what divides the rows of such a slice
 SLICE_BYTES = 16 << 20
 SLICE_MULTIPLE = 16
 
@@ -32,12 +32,13 @@ _rates: KernelRates | None = None
 
 
 def linear(
-    x: Tensor, weight: Tensor | Quantised | Int8Weight, bias: Tensor | None = None, outliers: bool = True
+    x: Tensor, weight: Tensor | Quantised | Int8Weight | SlicedWeight, bias: Tensor | None = None, outliers: bool = True
 ) -> Tensor:
     """`F.linear` by the fastest kernel; in int8 with an `Int8Weight`, or a quantised weight marked for it.
 
     Args:
-        x: (..., I); weight: (O, I), floats, from `exact.pack`, or quantised; bias: (O,). All floats of one dtype.
+        x: (..., I); weight: (O, I), floats, from `exact.pack`, quantised, or in slices; bias: (O,). All floats are of
+            one dtype.
         outliers: as for `int8_linears`.
 
     Returns:
@@ -63,8 +64,8 @@ def _is_int8(weight: Tensor | Quantised | Int8Weight) -> bool:
     return isinstance(weight, Int8Weight) or (isinstance(weight, Quantised) and weight.operand == weight.format)
 
 
-def _linear(x: Tensor, weight: Tensor | Quantised, bias: Tensor | None, outliers: bool) -> Tensor:
-    if isinstance(weight, Quantised):
+def _linear(x: Tensor, weight: Tensor | Quantised | SlicedWeight, bias: Tensor | None, outliers: bool) -> Tensor:
+    if isinstance(weight, (Quantised, SlicedWeight)):
         return sliced(x, weight, bias, outliers)
     if weight.is_mkldnn:
         return exact.packed(x, weight, bias)
@@ -73,24 +74,28 @@ def _linear(x: Tensor, weight: Tensor | Quantised, bias: Tensor | None, outliers
     return exact.KERNELS[_chosen(x.dtype, x.numel() // x.shape[-1])](x, weight, bias)
 
 
-def sliced(x: Tensor, weight: Quantised, bias: Tensor | None = None, outliers: bool = True) -> Tensor:
-    """As `linear`, for a quantised weight without `heads`, which is decoded, or converted to codes of 8 bits,
-    SLICE_BYTES at a time."""
+def sliced(x: Tensor, weight: Quantised | SlicedWeight, bias: Tensor | None = None, outliers: bool = True) -> Tensor:
+    """As `linear`, a slice of the weight at a time; a quantised one has no `heads`."""
     rows = x.reshape(-1, x.shape[-1])
+    out = x.new_empty(len(rows), weight.height)
+    for begin, part in weight.slices() if isinstance(weight, SlicedWeight) else _decoded(weight, x.dtype):
+        end = begin + (len(part) if isinstance(part, Tensor) else part.height)
+        out[:, begin:end] = linear(rows, part, None if bias is None else bias[begin:end], outliers)
+    return out.view(*x.shape[:-1], -1)
+
+
+def _decoded(weight: Quantised, dtype: torch.dtype) -> Iterator[tuple[int, Tensor | Int8Weight]]:
+    """The slices of a quantised weight, decoded or converted to codes of 8 bits, SLICE_BYTES at a time."""
     (height, width) = weight.shape
-    out = x.new_empty(len(rows), height)
     in_int8 = weight.operand is not None
-    form = weight.operand or Dense(x.dtype)
-    step = slice_rows(width, 1 if in_int8 else x.dtype.itemsize)
-    buffer = torch.empty(form.nbytes((min(step, height), width)), dtype=torch.uint8, device=x.device)
+    form = weight.operand or Dense(dtype)
+    step = slice_rows(width, form.dtype.itemsize)
+    buffer = torch.empty(form.nbytes((min(step, height), width)), dtype=torch.uint8, device=weight.device)
     for begin in range(0, height, step):
         shape = min(step, height - begin), width
         part = form.view(buffer[: form.nbytes(shape)], shape)
-        target = out[:, begin : begin + step]
         weight.decode_into(part, begin)
-        decoded = Int8Weight(*Int8().parts(part.raw, shape)) if in_int8 else part
-        target.copy_(linear(rows, decoded, None if bias is None else bias[begin : begin + step], outliers))
-    return out.view(*x.shape[:-1], -1)
+        yield begin, Int8Weight(*Int8().parts(part.raw, shape)) if in_int8 else part
 
 
 # the choice
@@ -176,5 +181,5 @@ def _chosen_int8(rows: int) -> str:
 
 
 def slice_rows(width: int, itemsize: int) -> int:
-    """Rows of a quantised matrix that are decoded at once, a multiple of what int8 kernels prefer."""
+    """Rows of a slice, a multiple of what int8 kernels prefer. `itemsize`: bytes of an element as kernels read it."""
     return max(SLICE_MULTIPLE, SLICE_BYTES // (width * itemsize) // SLICE_MULTIPLE * SLICE_MULTIPLE)

@@ -7,6 +7,7 @@ are is also decided row by row.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.compiled.threads import compiled, float_array, in_threads
+from h2o_flexgen.formats import Quantised
 from h2o_flexgen.formats.codes import MOST, quantise_rows
 
 #: an outlier is more than this many times the mean absolute value of its row
@@ -42,6 +44,16 @@ class Int8Weight:
     def height(self) -> int:
         """Its outputs, O."""
         return len(self.scale)
+
+
+class SlicedWeight:
+    """A matrix (O, I) that arrives a slice at a time while it is multiplied with."""
+
+    height: int  # O
+
+    def slices(self) -> Iterator[tuple[int, Tensor | Quantised | Int8Weight]]:
+        """(first row, rows as a kernel reads them), in order; asking for a slice frees the one before."""
+        raise NotImplementedError
 
 
 @dataclass

@@ -185,7 +185,13 @@ class _PlacedCost:
         self.weights = []  # of each layer, off the device
         for names in layers.matrices:
             self.weights.append(_offloaded((placement.weights[name], model.shapes.nbytes(name)) for name in names))
-        *self.beside_decoders, self.beside_head = weights_beside(self.weights)
+        staged = self.weights
+        in_slices = Offloaded()
+        if placement.sliced is not None:  # the head is read while it is computed
+            in_slices = Offloaded(0.0, model.shapes.nbytes(placement.sliced))
+            staged = [*staged[:-1], Offloaded(staged[-1].cpu, staged[-1].disk - in_slices.disk)]
+        *self.beside_decoders, beside_head = weights_beside(staged)
+        self.beside_head = beside_head + in_slices
         self.streamed = [sum(each) / nbytes for each, nbytes in zip(self.weights, layers.layer_bytes)]
         self._blocks: dict[tuple[Batch, ...], list[PhaseCost]] = {}
 

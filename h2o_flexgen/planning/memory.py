@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from h2o_flexgen.errors import PlanError
 from h2o_flexgen.formats import decode_bytes
@@ -10,13 +10,13 @@ from h2o_flexgen.machine.pages import aligned
 from h2o_flexgen.machine.profile import Profile
 from h2o_flexgen.planning.placement import Placement
 from h2o_flexgen.planning.shapes import Shapes
-from h2o_flexgen.planning.workload import GROUP_ROWS, Workload, batch_sizes, matmul_rows, micro_tokens
+from h2o_flexgen.planning.workload import GROUP_ROWS, HEAD_ROWS, Workload, batch_sizes, matmul_rows, micro_tokens
 from h2o_flexgen.planning.workspace import workspace_bytes
 from h2o_flexgen.policy import MARGIN, TIERS, Policy, gib
 from h2o_flexgen.storage.activations import WRITE_BACKS, activation_bytes
 from h2o_flexgen.storage.kv_store import kv_bytes
 from h2o_flexgen.storage.queues import double_buffers
-from h2o_flexgen.storage.staging import largest_layer
+from h2o_flexgen.storage.staging import StagingBytes, largest_layer
 
 #: for messages: what a tier is called, with and without CUDA, and what helps if it is too small
 _NAMES = {"gpu": "the gpu tier", "cpu": "the cpu tier", "disk": "the disk tier"}
@@ -146,35 +146,58 @@ def plan_policy(
     process_tier = "cpu" if shapes.cuda else "gpu"
     plan.add(process_tier, "the process itself", resources.baseline)
     plan.add(process_tier, "generated tokens", workload.output_bytes)
-    _plan_weights(plan, shapes, placement, policy.overlap)
+    _plan_weights(plan, shapes, placement)
+    begin = len(plan.items)
+    plan.items += _weight_buffers(shapes, placement, policy.overlap)
+    end = len(plan.items)
     _plan_cache(plan, policy, shapes, placement, batches)
     _plan_activations(plan, policy, shapes, placement, batches, workload)
     plan.add("gpu", "prefixes that prompts share", shared_bytes(shapes, resources))
     workspace = workspace_bytes(policy, shapes, workload.longest, batches, workload.cached_len)
     plan.add("gpu", "workspace for computing one layer", workspace)
     plan.add("gpu", "workspace of matrix libraries", resources.workspace)
+    # staged whole where there is room: while layers compute, the disk may have time to read all of the head
+    if plan.missing() and placement.weights[shapes.head] == "disk" and may_slice(shapes, sum(batches)):
+        sliced = replace(placement, sliced=shapes.head)
+        buffers = _weight_buffers(shapes, sliced, policy.overlap)
+        if sum(nbytes for *_, nbytes in buffers) < sum(nbytes for *_, nbytes in plan.items[begin:end]):
+            plan.items[begin:end] = buffers
+            return sliced, plan
     return placement, plan
 
 
-def _plan_weights(plan: MemoryPlan, shapes: Shapes, placement: Placement, overlap: bool) -> None:
-    tiers = placement.weights
-    tensors = shapes.tensor_bytes
+def may_slice(shapes: Shapes, sequences: int) -> bool:
+    """Whether the head's matmul may read it from disk a slice at a time: where a pass of so many sequences multiplies
+    with it once, and so reads it once, as it does a head that is staged."""
+    return not shapes.cuda and sequences * shapes.workload.logits <= HEAD_ROWS
+
+
+def _plan_weights(plan: MemoryPlan, shapes: Shapes, placement: Placement) -> None:
     nbytes = dict.fromkeys(TIERS, 0)
-    for name, each in tensors.items():
+    for name, each in shapes.tensor_bytes.items():
         # random weights on disk begin a page each (`DummyCheckpoint.on_disk`)
-        nbytes[tiers[name]] += aligned(each.stored) if tiers[name] == "disk" else each.memory
+        tier = placement.weights[name]
+        nbytes[tier] += aligned(each.stored) if tier == "disk" else each.memory
     plan.add("gpu", "weights", nbytes["gpu"])
     plan.add("cpu", "weights", nbytes["cpu"])
     if shapes.dummy:  # a real checkpoint is on disk already
         plan.add("disk", "random weights", nbytes["disk"])
     plan.add("disk", "converted copy of the weights", shapes.copy_bytes)
 
-    staged = []
-    for layer in shapes.streamed:
-        staged.append([tensors[name].staging[tiers[name]] for name in layer])
-    buffers = largest_layer(staged)
+
+def _weight_buffers(shapes: Shapes, placement: Placement, overlap: bool) -> list[tuple[str, str, int]]:
+    """What weights take on their way to matmuls: (tier, label, bytes)."""
+    plan = MemoryPlan()
+    tiers = placement.weights
+    tensors = shapes.tensor_bytes
+    sizes = {name: each.staging[tiers[name]] for name, each in tensors.items()}
+    in_slices = StagingBytes()
+    if placement.sliced is not None:
+        in_slices = tensors[placement.sliced].sliced
+        sizes[placement.sliced] = in_slices._replace(device=0)
+    buffers = largest_layer(list(map(sizes.get, layer)) for layer in shapes.streamed)
     count = double_buffers(overlap)
-    plan.add("gpu", "weight staging buffers", count * buffers.device)
+    plan.add("gpu", "weight staging buffers", count * (buffers.device + in_slices.device))
     plan.add("cpu", "weight buffers for disk reads", count * buffers.host)
     plan.add("gpu", "weight conversion for one layer", buffers.converted)
     if shapes.cuda:
@@ -182,6 +205,7 @@ def _plan_weights(plan: MemoryPlan, shapes: Shapes, placement: Placement, overla
         plan.add("gpu", "weight conversion for one matrix", max(on_disk, default=0))
     formats = [shapes.forms[name].kept for name in tensors]
     plan.add("gpu", "weight decoding", decode_bytes(formats, shapes.torch_dtype, shapes.cuda))
+    return plan.items
 
 
 def _plan_cache(plan: MemoryPlan, policy: Policy, shapes: Shapes, placement: Placement, batches: list[int]) -> None:

@@ -24,11 +24,13 @@ class Placement:
         weights: tier by tensor name; vectors (biases, norms: 0.03 % of the bytes) stay on the device.
         cache: tier by (decoder layer, batch).
         activations: tier by batch.
+        sliced: the head's matrix if it is on disk and its matmul reads it a slice at a time, else None.
     """
 
     weights: dict[str, str]
     cache: dict[tuple[int, int], str]
     activations: list[str]
+    sliced: str | None = None
 
     @classmethod
     def of(

@@ -21,7 +21,7 @@ from h2o_flexgen.errors import UserError
 from h2o_flexgen.models.spec import shapes_of
 from h2o_flexgen.planning.constraints import Constraints
 from h2o_flexgen.planning.cost import CostModel, Part, batches_of
-from h2o_flexgen.planning.memory import Resources, decode_rows, shared_bytes
+from h2o_flexgen.planning.memory import Resources, decode_rows, may_slice, shared_bytes
 from h2o_flexgen.planning.traffic import Amount, Flows, Offloaded
 from h2o_flexgen.planning.workload import Workload, batch_sizes
 from h2o_flexgen.planning.workspace import workspace_bytes
@@ -102,7 +102,7 @@ class Relaxation:
         self.max_latency = inf if constraints.max_latency is None else constraints.max_latency
         shapes = self.shapes
         matrices = {name for name, shape in shapes_of(shapes.layers).items() if len(shape) > 1}
-        self._head_bytes = max(map(shapes.nbytes, shapes.streamed[-1]))
+        self._head_bytes = shapes.nbytes(shapes.head)
         #: fraction of the weights from which on the head is placed on the device (`placement.place_weights`)
         self._head_share = self._head_bytes / sum(map(shapes.nbytes, matrices))
         lower = ("cpu", "disk") if shapes.cuda else ("disk",)  # without CUDA device and host are the same RAM
@@ -139,8 +139,12 @@ class Relaxation:
     def _staging_bytes(self, policy: Policy, x: RelaxedPlacement, holds_head: Amount) -> Amount:
         """For weights the size of an average layer, or of the head where it streams; for the cache, of a KV block."""
         shapes = self.shapes
-        layer = self.cost.streamed_bytes / (shapes.spec.layers + 2)
-        weights = layer * (x.weights.host + x.weights.disk) + max(0, self._head_bytes - layer) * (1 - holds_head)
+        streamed = self.cost.streamed_bytes * (x.weights.host + x.weights.disk)
+        if may_slice(shapes, min(policy.block_size, self.num_prompts)):  # what streams besides the head
+            weights = (streamed - self._head_bytes) * (1 / (shapes.spec.layers + 1))
+        else:
+            layer = self.cost.streamed_bytes / (shapes.spec.layers + 2)
+            weights = streamed * (1 / (shapes.spec.layers + 2)) + max(0, self._head_bytes - layer) * (1 - holds_head)
         sequences = min(policy.gpu_batch_size, self.num_prompts)
         kv_block = sequences * shapes.most_slots * shapes.kv.row_bytes
         cache = kv_block * (x.cache.host + x.cache.disk)

@@ -18,7 +18,7 @@ from h2o_flexgen.models.registry import family
 from h2o_flexgen.models.spec import Layer, ModelSpec, shapes_of
 from h2o_flexgen.planning.workload import Workload
 from h2o_flexgen.policy import TIERS
-from h2o_flexgen.storage.staging import StagingBytes, staging_bytes
+from h2o_flexgen.storage.staging import StagingBytes, slice_bytes, staging_bytes
 
 #: indices into a model's layers: a decoder layer, which stands for all of them, and the head
 DECODER = -2
@@ -31,6 +31,7 @@ class TensorBytes(NamedTuple):
     memory: int  # on the device and host tiers
     stored: int  # in the checkpoint
     staging: dict[str, StagingBytes]  # of its part of a staging buffer, by the tensor's tier
+    sliced: StagingBytes  # of a slice of the head
     retyped: int  # (CUDA) of the stored tensor on the device while its type is changed
 
 
@@ -127,8 +128,14 @@ class ModelData:
             stored = form.stored.nbytes(shape)
             retyped = stored if form.stored.is_dense and form.stored != form.kept else 0
             staging = {tier: staging_bytes(tier, form, shape, self.cuda) for tier in TIERS}
-            found[name] = TensorBytes(form.kept.nbytes(shape), stored, staging, retyped)
+            sliced = slice_bytes(form, shape) if name == self.head else StagingBytes()
+            found[name] = TensorBytes(form.kept.nbytes(shape), stored, staging, sliced, retyped)
         return found
+
+    @cached_property
+    def head(self) -> str:
+        """The largest matrix of the head."""
+        return max(self.streamed[HEAD], key=lambda name: prod(self.streamed[HEAD][name]))
 
     def nbytes(self, name: str) -> int:
         """Bytes of a tensor on the device and host tiers."""

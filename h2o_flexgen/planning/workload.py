@@ -37,6 +37,7 @@ class Workload:
         shared: tokens, summed over all prompts, that are computed with another prompt.
         output_tokens: the most tokens of all outputs together, if known.
         window: rows that are in memory at once; None: all of them, and their outputs to the end.
+        logits: the most tokens of a prompt whose logits are wanted.
     """
 
     prompt_lens: Sequence[int]
@@ -47,6 +48,7 @@ class Workload:
     shared: int = 0
     output_tokens: int | None = None
     window: int | None = None
+    logits: int = 1
 
     @property
     def longest(self) -> int:

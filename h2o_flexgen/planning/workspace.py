@@ -30,7 +30,7 @@ def workspace_bytes(policy: Policy, shapes: Shapes, longest: int, batches: list[
     of the longest prompt; `cached_len`: tokens that the caches already hold."""
     rows = max(matmul_rows(batches))
     prefill = prefill_workspace(shapes, micro_tokens(policy.prefill_tokens, longest, batches[0]), longest, cached_len)
-    return max(prefill, _decode_workspace(shapes, batches[0], rows), _head_workspace(shapes, rows))
+    return max(prefill, _decode_workspace(shapes, batches[0], rows), _head_workspace(shapes, sum(batches)))
 
 
 def prefill_workspace(shapes: Shapes, tokens: int, longest: int, cached_len: int = 0) -> int:
@@ -140,12 +140,14 @@ def _int8_bytes(shapes: Shapes, rows: int, layer: int = DECODER) -> int:
     return largest
 
 
-def _head_workspace(shapes: Shapes, rows: int) -> int:
-    """Logits of the rows that go through the head at once, the choice of tokens, and what the matmul takes."""
+def _head_workspace(shapes: Shapes, sequences: int) -> int:
+    """Logits of the rows that go through the head at once, their hidden states, together and after the norm, the choice
+    of tokens, and what the matmul takes."""
+    rows = min(sequences * shapes.workload.logits, HEAD_ROWS)
     sampled = min(rows, SAMPLE_ROWS)
-    rows = min(rows, HEAD_ROWS)
     logits = rows * shapes.itemsize + sampled * (4 + SORTING[shapes.device])  # of each token of the vocabulary
-    return logits * shapes.spec.vocab + _sliced_bytes(shapes, rows) + _int8_bytes(shapes, rows, HEAD)
+    hidden = 3 * rows * shapes.spec.hidden * shapes.itemsize
+    return logits * shapes.spec.vocab + hidden + _sliced_bytes(shapes, rows) + _int8_bytes(shapes, rows, HEAD)
 
 
 def _slice_height(shapes: Shapes, name: str) -> int:

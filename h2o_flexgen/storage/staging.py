@@ -5,11 +5,13 @@ head is computed in one buffer, the other takes the first few layers of the next
 
     buffer 0   | layer 1 | layer 2 | layer 3 |         | layers 7 to 9 ...
     buffer 1             | layer 4 | layer 5 | layer 6 |         | head ...
+
+Where memory is short the head has no part in them: its matmul reads it from disk a slice at a time (`SlicedTensor`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from operator import add, attrgetter
@@ -19,9 +21,13 @@ from torch import Tensor
 
 from h2o_flexgen.formats import Int8, Quantised, Shape, convert
 from h2o_flexgen.formats.forms import Form
-from h2o_flexgen.kernels.int8 import Int8Weight
-from h2o_flexgen.machine.pages import aligned, staging_span
+from h2o_flexgen.kernels.linear import slice_rows
+from h2o_flexgen.kernels.operands import Int8Weight, SlicedWeight
+from h2o_flexgen.machine.device import Device
+from h2o_flexgen.machine.pages import PAGE, aligned, staging_span
+from h2o_flexgen.storage.disk import DiskIO, wait
 from h2o_flexgen.storage.stored import HostCopy, PagedRead, Stored
+from h2o_flexgen.utils import interrupts
 
 
 class StagingBytes(NamedTuple):
@@ -44,6 +50,17 @@ def staging_bytes(tier: str, form: Form, shape: Shape, cuda: bool) -> StagingByt
         return StagingBytes(converted=converted)
     host = staging_span(form.stored.nbytes(shape)) if cuda and tier == "disk" else 0
     return StagingBytes(staging_span(arriving.nbytes(shape)), host, converted)
+
+
+def slice_shape(form: Form, shape: Shape) -> Shape:
+    """Of a slice of a matrix on disk."""
+    return min(shape[0], slice_rows(shape[1], form.operand.dtype.itemsize)), shape[1]
+
+
+def slice_bytes(form: Form, shape: Shape) -> StagingBytes:
+    """Of a slice of a matrix on disk, on the CPU, in a buffer of its own; it is made the operand once it is read."""
+    size = staging_bytes("disk", form._replace(is_sliced=False), slice_shape(form, shape), cuda=False)
+    return size + StagingBytes(device=PAGE)  # scales that are apart from the codes begin a page
 
 
 def largest_layer(layers: Iterable[list[StagingBytes]]) -> StagingBytes:
@@ -94,12 +111,66 @@ class StagedTensor:
         return replace(tensor, operand=self.form.operand)
 
 
+class SlicedTensor(SlicedWeight):
+    """A matrix on disk that its matmul reads a slice at a time: one is multiplied with while the next one is read.
+
+    Args:
+        buffers: for a slice each.
+
+    Attributes:
+        size, begin: as of a `StagedTensor`; only conversion is in the buffers of its layer.
+    """
+
+    def __init__(self, stored: Stored, form: Form, buffers: list[Tensor], device: Device, io: DiskIO):
+        self.stored = stored
+        self.form = form._replace(is_sliced=False)
+        self.buffers = buffers
+        self.device = device
+        self.io = io
+        self.size = slice_bytes(form, stored.shape)._replace(device=0)
+        self.begin = StagingBytes()
+        self.height = stored.shape[0]
+        self._begins = range(0, self.height, slice_shape(form, stored.shape)[0])
+        self._requested: dict[int, tuple[StagedTensor, PagedRead]] = {}  # by the number of the slice
+
+    def operand(self, buffer: Tensor) -> SlicedTensor:
+        self._converted = buffer
+        return self
+
+    def prefetch(self) -> None:
+        """Request the first slices, behind all other requests."""
+        self._request(0, prefetch=True)
+
+    def _request(self, first: int, prefetch: bool = False) -> None:
+        """Request the slices from number `first` on, as far as the buffers reach."""
+        for number in range(len(self._begins))[first : first + len(self.buffers)]:
+            if number not in self._requested:
+                begin = self._begins[number]
+                stored = self.stored.rows(begin, min(self._begins.step, self.height - begin))
+                buffer = self.buffers[number % len(self.buffers)]
+                size = self.size._replace(device=len(buffer))
+                part = StagedTensor(stored, stored.shape, self.form, size, self.begin._replace(device=0))
+                read = part.stage(buffer, buffer)
+                read.start(self.io, prefetch)
+                self._requested[number] = part, read
+
+    def slices(self) -> Iterator[tuple[int, Tensor | Quantised | Int8Weight]]:
+        for number, begin in enumerate(self._begins):
+            interrupts.check()
+            self._request(number)
+            part, read = self._requested.pop(number)
+            with self.device.stalling("weights"):
+                wait(read.requests)
+                read.finish()
+            yield begin, part.operand(self._converted)
+
+
 def _payload(tensor: Tensor | Quantised) -> Tensor:
     """The tensor that holds the bytes."""
     return tensor.raw if isinstance(tensor, Quantised) else tensor
 
 
-def share_buffers(layers: list[dict[str, StagedTensor]]) -> tuple[list[list[int]], StagingBytes]:
+def share_buffers(layers: list[dict[str, StagedTensor | SlicedTensor]]) -> tuple[list[list[int]], StagingBytes]:
     """Set where each tensor begins in the buffers. Returns the layers that share a staging buffer, in groups, and the
     size of the buffers."""
     sizes = [list(map(attrgetter("size"), tensors.values())) for tensors in layers]

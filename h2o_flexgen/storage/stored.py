@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ class Stored:
     offset: int
     shape: tuple[int, ...]
     format: Format | str  # of a tensor that is not float, safetensors' name of its dtype; only `whole` reads it
+    apart: tuple[tuple[int, int], ...] = ()  # (offset, bytes) of first arrays, where `offset` is only the last one's
 
     @property
     def dtype(self) -> torch.dtype:
@@ -41,6 +42,12 @@ class Stored:
     @property
     def nbytes(self) -> int:
         return self.format.nbytes(self.shape)
+
+    def rows(self, begin: int, count: int) -> Stored:
+        """Some rows of a matrix without heads."""
+        arrays = self.format.arrays(self.shape)
+        *apart, (offset, _) = [(self.offset + at + begin * size, count * size) for at, size in arrays]
+        return replace(self, offset=offset, shape=(count, self.shape[1]), apart=tuple(apart))
 
     def equals(self, other: Stored) -> bool:
         """Whether both have the same shape, format and bytes."""
@@ -70,7 +77,11 @@ class HostCopy:
 
 @dataclass
 class PagedRead:
-    """A stored tensor that is read in whole pages, laid out as in the file, so that O_DIRECT is possible."""
+    """A stored tensor that is read in whole pages, laid out as in the file, so that O_DIRECT is possible.
+
+    | arrays apart |      | of the first page: `phase` | last array, or the whole tensor |
+    0             lead   pages                                                   end of the span
+    """
 
     stored: Stored
     span: Tensor  # `staging_span` bytes to read into, page-aligned
@@ -79,25 +90,38 @@ class PagedRead:
 
     def __post_init__(self):
         self.phase = self.stored.offset % PAGE  # bytes of the first page before the tensor
+        self.lead = sum(nbytes for _, nbytes in self.stored.apart)
+        self.pages = aligned(self.lead)
         # elements that this leaves unaligned move to the start of the span: safetensors does not align them
-        self.begin = 0 if self.phase % self.stored.format.alignment else self.phase
+        begin = self.pages + self.phase - self.lead
+        self.begin = 0 if begin % self.stored.format.alignment else begin
 
     @property
     def tensor(self) -> Tensor | Quantised:
         """The tensor in the span."""
         return self.stored.format.view(self.span[self.begin :], self.stored.shape)
 
-    def start(self, io: DiskIO) -> None:
-        """Request the pages as a prefetch: behind all other requests."""
+    def start(self, io: DiskIO, prefetch: bool = True) -> None:
+        """Request the pages; as a prefetch, behind all other requests."""
+        file = self.stored.file
         first = self.stored.offset - self.phase
-        nbytes = min(aligned(self.phase + self.stored.nbytes), self.stored.file.size - first)
-        self.requests = io.read(self.stored.file, self.span[:nbytes].numpy(), first, direct=True, prefetch=True)
+        nbytes = min(aligned(self.phase + self.stored.nbytes - self.lead), file.size - first)
+        self.requests = io.read(file, self.span[self.pages :][:nbytes].numpy(), first, direct=True, prefetch=prefetch)
+        at = 0
+        for offset, nbytes in self.stored.apart:
+            self.requests += io.read(file, self.span[at : at + nbytes].numpy(), offset, prefetch=prefetch)
+            at += nbytes
 
     def finish(self) -> int:
         """Align the tensor and copy it to the target, each part as soon as it is read. Returns the bytes copied."""
-        if self.begin != self.phase:
+        arrived = self.pages + self.phase
+        last = self.begin + self.lead
+        if self.lead or last != arrived:
             wait(self.requests)
-            copy(self.span[self.begin :][: self.stored.nbytes], self.span[self.phase :][: self.stored.nbytes])
+            copy(self.span[self.begin : last], self.span[: self.lead])
+        if last != arrived:
+            nbytes = self.stored.nbytes - self.lead
+            copy(self.span[last:][:nbytes], self.span[arrived:][:nbytes])
         if self.target is None:
             return 0
         source = self.span[self.begin :][: self.stored.nbytes].view(self.stored.dtype)

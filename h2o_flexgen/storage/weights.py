@@ -9,7 +9,7 @@ A checkpoint in another dtype is converted by the copy to CUDA. On a CPU each la
 used, by all cores: a converting thread beside compute would slow it by more than the conversion takes. What a matrix
 is on its tier, and what its matmul reads, is its `Form`. Quantised matrices stay as stored on every tier, unless all
 are decoded when they are loaded. Compute decodes a layer once for all batches, on either device; the head, which may be
-as large as many layers, is decoded by its matmul, a slice at a time.
+as large as many layers, is decoded by its matmul, a slice at a time, and where the plan says so also read like that.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from h2o_flexgen.storage.checkpoint import Checkpoint
 from h2o_flexgen.storage.disk import wait
 from h2o_flexgen.storage.dummy import DummyCheckpoint
 from h2o_flexgen.storage.queues import double_buffers
-from h2o_flexgen.storage.staging import StagedTensor, share_buffers, staging_bytes
+from h2o_flexgen.storage.staging import SlicedTensor, StagedTensor, share_buffers, slice_bytes, staging_bytes
 from h2o_flexgen.storage.stored import HostCopy, PagedRead, parts_of, read_rows, rows_of
 from h2o_flexgen.storage.transport import Transport
 from h2o_flexgen.utils import interrupts
@@ -55,6 +55,7 @@ class WeightStore:
         tiers: of every tensor.
         source: the checkpoint, or random weights.
         progress: show a bar while loading.
+        sliced: the matrix on disk that is read a slice at a time, if any.
 
     Raises:
         UserError: NaN or infinite elements in a tensor that is not on disk; a tensor that cannot be read; no memory.
@@ -69,6 +70,7 @@ class WeightStore:
         tiers: dict[str, str],
         source: Checkpoint | DummyCheckpoint,
         progress: bool = True,
+        sliced: str | None = None,
     ):
         self.transport = transport
         self.device = transport.device
@@ -85,10 +87,12 @@ class WeightStore:
         loaded = {name: shape for name, shape in shapes.items() if tiers[name] != "disk"}
         self._load(loaded, self._packed(layers), progress)
 
-        self._layers = list(map(self._tensors_of, layers))
+        count = double_buffers(transport.overlap)
+        slice_size = slice_bytes(forms[sliced], shapes[sliced]).device if sliced else 0
+        self._slices = [self.device.buffer(slice_size) for _ in range(count)]
+        self._layers = [self._tensors_of(layer, sliced) for layer in layers]
         self.groups, sizes = share_buffers(self._layers)
         self._first = {layer: group[0] for group in self.groups for layer in group}
-        count = double_buffers(transport.overlap)
         self._converted = self.device.buffer(sizes.converted)
         self._buffers = [self.device.buffer(sizes.device) for _ in range(count)]
         self._hosts = [self.device.host_buffer(sizes.host) for _ in range(count)]
@@ -98,12 +102,15 @@ class WeightStore:
         self._staged_in: dict[int, int] = {}  # by layer, the index of its buffer
         self._jobs: dict[int, Future] = {}  # by layer, what fills its buffer
 
-    def _tensors_of(self, layer: Layer) -> dict[str, StagedTensor]:
+    def _tensors_of(self, layer: Layer, sliced: str | None) -> dict[str, StagedTensor | SlicedTensor]:
         """The tensors that a layer needs whole, by short name."""
         found = {}
         # those in RAM first, since their copies wait for no disk
         for short, (name, shape) in sorted(layer.streamed.items(), key=lambda item: item[1][0] in self.stored):
             source = self.stored[name] if name in self.stored else self.resident[name]
+            if name == sliced:
+                found[short] = SlicedTensor(source, self.forms[name], self._slices, self.device, self.transport.io)
+                continue
             size = staging_bytes(self.tiers[name], self.forms[name], shape, self.device.is_cuda)
             found[short] = StagedTensor(source, shape, self.forms[name], size)
         return found
@@ -154,14 +161,17 @@ class WeightStore:
 
     def held_bytes(self, cuda: bool) -> int:
         """Bytes that the store holds of a GPU's memory (`cuda`) or of RAM."""
-        held = (*self.resident.values(), *self._buffers, *self._hosts, self._converted)
+        held = (*self.resident.values(), *self._buffers, *self._hosts, *self._slices, self._converted)
         return sum(t.nbytes for t in held if t.is_cuda == cuda)
 
     def prefetch(self, layer: int) -> None:
-        """Start to stage a layer, if there is overlap and it is not staged yet. What is prefetched stays for the next
-        block, or the next job."""
+        """Start to stage a layer, if there is overlap and it is not staged yet, or to read its first slices. What is
+        prefetched stays for the next block, or the next job."""
         if self.transport.overlap:
             self._start(layer)
+            for tensor in self._layers[layer].values():
+                if isinstance(tensor, SlicedTensor):
+                    tensor.prefetch()
 
     def _start(self, layer: int) -> None:
         if layer in self._jobs or layer not in self._first:
@@ -194,7 +204,7 @@ class WeightStore:
             wait([request for transfer in transfers for request in transfer.requests])
         self._host_free[index] = self.device.record()
 
-    def get(self, layer: int) -> dict[str, Tensor | Quantised | Int8Weight]:
+    def get(self, layer: int) -> dict[str, Tensor | Quantised | Int8Weight | SlicedTensor]:
         """The weights of a layer on the device by short name, until `release`; compute waits until they are loaded."""
         self._start(layer)
         self.device.stall_on(self._jobs.get(layer), "weights")

@@ -127,6 +127,15 @@ def test_layers_share_a_staging_buffer_as_large_as_the_head():
     assert [c.disk for c in weights_beside(weights)] == [3, 2 / 3, 2 / 3, 2 / 3, 6, 3]
 
 
+def test_a_head_in_slices_moves_as_many_bytes_as_one_that_is_staged():
+    s = search(laptop(), model="meta-llama/Llama-3.2-1B")
+    policy = Policy(64, 1, (0, 0, 100, 0, 100, 0))
+    placement, _ = plan_policy(policy, s.shapes, s.workload, NO_LIMITS)
+    sliced = replace(placement, sliced=s.shapes.head)
+    seconds = [dict(s.cost.predict(policy, p, s.workload.prompt_lens).busy)["disk"] for p in (placement, sliced)]
+    assert seconds[0] == pytest.approx(seconds[1])
+
+
 def test_a_streamed_layer_is_fetched_while_resident_ones_compute():
     weights = [Offloaded(), Offloaded(0, 6.0), Offloaded(), Offloaded(), Offloaded(0, 2.0), Offloaded()]
     assert [c.disk for c in weights_beside(weights)] == [2, 2 / 3, 2 / 3, 2 / 3, 2, 2]

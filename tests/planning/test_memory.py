@@ -8,12 +8,13 @@ from math import prod
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from machines import percents, plan_of
+from machines import laptop, percents, plan_of, planner_of
 
 from h2o_flexgen import LLM, Policy
 from h2o_flexgen.engine.batch import PromptPiece, Sequence
 from h2o_flexgen.engine.scheduler import micro_batch
 from h2o_flexgen.errors import PlanError
+from h2o_flexgen.kernels.linear import SLICE_BYTES
 from h2o_flexgen.kv_cache import FullCache, HeavyHitterCache, SnapKVCache, ValueNormCache
 from h2o_flexgen.planning.memory import Resources
 from h2o_flexgen.planning.workload import GROUP_ROWS, Workload, batch_sizes, matmul_rows, micro_tokens
@@ -155,6 +156,29 @@ def test_weights_are_counted_on_their_tier(sizes, rule):
         weights = sum(nbytes for each, label, nbytes in plan.items if each == tier and "weights" in label)
         size = 2 if tier == "disk" else 4  # in fp32, of random weights that are stored in 16 bits
         assert 0.99 * size * parameters < weights <= size * parameters
+
+
+def test_where_memory_is_short_the_head_is_read_in_slices():
+    """If that is once a pass: the staging buffers are as large as a layer, and slices have small ones of their own."""
+    planner = planner_of(laptop(), "meta-llama/Llama-3.2-1B")
+
+    def planned(workload, ram=1 << 60):
+        resources = replace(NO_LIMITS, limits=NO_LIMITS.limits | {"ram": ram})
+        policy = Policy(64, 4, (0, 0, 100, 0, 100, 0))
+        placement, plan = plan_of(planner, policy, FullCache(), workload, resources)
+        return placement.sliced, plan.needed("ram")
+
+    job = Workload((64,) * 128, 32)
+    sliced, whole = planned(job)
+    assert sliced is None
+    sliced, needed = planned(job, whole - 1)
+    assert sliced == "model.embed_tokens.weight"
+    head = planner.model.nbytes(sliced)
+    layer = sum(map(planner.model.nbytes, planner.model.streamed[1]))
+    assert whole - needed == pytest.approx(2 * (head - layer - SLICE_BYTES), abs=1 << 20)
+    for more in (Workload((64,) * 129, 32), replace(job, logits=2)):
+        _, whole = planned(more)
+        assert planned(more, whole - 1) == (None, whole)
 
 
 def test_a_fixed_budget_does_not_grow_with_the_output(sizes):

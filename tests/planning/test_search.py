@@ -13,11 +13,17 @@ from hypothesis import strategies as st
 from machines import T4, laptop, percents, search
 
 from h2o_flexgen.errors import PlanError, UserError
+from h2o_flexgen.formats import GGUF
+from h2o_flexgen.kv_cache import rule_for
+from h2o_flexgen.models.registry import family, named_spec
 from h2o_flexgen.planning.budget import BudgetChoice, BudgetPoint, budget_choices, largest_free
 from h2o_flexgen.planning.cost import batches_of
-from h2o_flexgen.planning.memory import plan_policy
+from h2o_flexgen.planning.memory import Resources, plan_policy
 from h2o_flexgen.planning.relaxation import Fractions, Move, Relaxation, RelaxedPlacement, fewest_seconds
-from h2o_flexgen.policy import KINDS, TIERS, KVBudget, Policy
+from h2o_flexgen.planning.search import Constraints, Search
+from h2o_flexgen.planning.shapes import ModelData
+from h2o_flexgen.planning.workload import Workload
+from h2o_flexgen.policy import GIB, KINDS, TIERS, KVBudget, Policy
 
 few = settings(max_examples=5)
 #: resident matrices are packed here, which doubles the rate of their matmuls
@@ -138,12 +144,13 @@ def test_few_pairs_reach_the_solver(profile, monkeypatch):
     "job",
     [
         dict(prompts=128, prompt_len=32, gen_len=32, gpu=1.2),
-        dict(prompts=96, prompt_len=64, gen_len=256, gpu=1.3, hh_ratio=0.5),  # its cache would take all that is left
+        dict(prompts=192, prompt_len=64, gen_len=256, gpu=1.6, hh_ratio=0.5),  # its cache would take all that is left
     ],
     ids=["full", "h2o"],
 )
 def test_the_head_goes_to_the_device_where_that_makes_room(job):
-    """Staging buffers for weights are as large as the largest layer that streams; in OPT-1.3B that is the head."""
+    """Staging buffers for weights are as large as the largest layer that streams; in OPT-1.3B that is the head, which
+    is read in slices only for blocks of up to 128 rows."""
     s = search(laptop(), model="facebook/opt-1.3b", **job)
     found = s.best()
     assert found.policy.percent[0] >= 8
@@ -154,6 +161,21 @@ def test_the_head_goes_to_the_device_where_that_makes_room(job):
             other = s.candidate(Policy(size, batches, (weights, 0, cache, 0, *percent[4:])))
             if not other.plan.missing():
                 assert found.prediction.job_seconds <= other.prediction.job_seconds * 1.005, (weights, cache)
+
+
+def test_a_head_in_slices_leaves_room_for_a_large_block():
+    """LLaMA-3.2-1B in Q8_0 under 1 GiB: buffers for its head, or the head itself, would take half of the room."""
+    spec = named_spec("meta-llama/Llama-3.2-1B")
+    shapes = [layer.shapes for layer in family("llama").tensors(spec)]
+    formats = {name: GGUF["Q8_0"] for layer in shapes for name, shape in layer.items() if len(shape) > 1}
+    model = ModelData.of(spec, "bfloat16", "bfloat16", False, True, formats, {"Q8_0": "int8"})
+    workload = Workload((128,) * 128, 128)
+    resources = Resources.of(laptop(), {"gpu": GIB, "cpu": None, "disk": None})
+    rule = rule_for(KVBudget.from_ratio(0.2), workload.longest, workload.gen_len, spec)
+    found = Search(laptop(), model.shapes(rule, workload), workload, resources, Constraints()).best()
+    assert found.policy.gpu_batch_size >= 64
+    buffers = next(nbytes for _, label, nbytes in found.plan.items if label == "weight staging buffers")
+    assert buffers < model.stored_bytes("model.embed_tokens.weight")
 
 
 def test_with_h2o_the_block_is_larger():
