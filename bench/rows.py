@@ -122,6 +122,7 @@ ON_CPU = {
     "opt-6.7b 64+64": Row("facebook/opt-6.7b", 8, 64, 64, 64, OPT),
     "llama-1b 128+128": Row("meta-llama/Llama-3.2-1B", 1, 128, 128, 64, LLAMA_1B),
     "llama-1b 128+128 uncapped": Row("meta-llama/Llama-3.2-1B", None, 128, 128, 64, LLAMA_1B),
+    "llama-1b 128+128 Q8_0": Row("meta-llama/Llama-3.2-1B", 1, 128, 128, 64, on_gguf("Q8_0", OF_GGUF)),
     "llama-8b 64+64": Row("meta-llama/Llama-3.1-8B", 3, 64, 64, 64, LLAMA_8B),
     "llama-8b 64+64 Q4_K_M": Row("meta-llama/Llama-3.1-8B", 3, 64, 64, 64, LLAMA_8B_K),
     "smollm2 512+64": Row(DEMO, None, 512, 64, 64, SMOLLM2),
