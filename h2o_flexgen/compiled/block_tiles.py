@@ -71,8 +71,9 @@ class Kind(NamedTuple):
 
 #: of codes up to 15 and up to 31 in chunks of 32, and up to 63 in chunks of 16
 KINDS = (Kind(8, 8), Kind(8, 4), Kind(4, 2)) if _IS_PAIR else (Kind(8, 8), Kind(8, 8), Kind(4, 4))
-#: the smallest chunk
-_LEAST_CHUNK = 4 * min(kind.registers for kind in KINDS)
+#: codes of a chunk, by the index of the kind
+CHUNKS = tuple(4 * kind.registers for kind in KINDS)
+_LEAST_CHUNK = min(CHUNKS)
 
 
 class Blocks(NamedTuple):
@@ -205,10 +206,7 @@ def _spread(_, source, target, step, lowest):
     def build(context, builder, signature, args):
         source, target, step, lowest = args
         chunks = [simd.load(builder, builder.add(source, builder.mul(step, I64(n))), I32, 4) for n in range(8)]
-        wide = ir.VectorType(I32, 8)
-        four = builder.mul(builder.and_(builder.trunc(lowest, I32), I32(255)), I32(0x01010101))
-        first = builder.insert_element(wide(ir.Undefined), four, I32(0))
-        every = builder.bitcast(simd.lanes(builder, first, first, [0] * 8), ir.VectorType(I8, 32))
+        every = simd.every(builder, lowest, I8, 32)
         for n, words in enumerate(_transposed(builder, chunks)):
             codes = builder.sub(builder.bitcast(words, every.type), every)
             simd.store(builder, codes, builder.add(target, I64(n * 4 * LANES)))
@@ -274,12 +272,6 @@ def _read(weight, layout, stored, begin, chunks, size, segment):
 
 
 @njit(nogil=True)
-def _size(kind):
-    """The codes of a chunk."""
-    return 32 if kind < 2 else 16
-
-
-@njit(nogil=True)
 def _spread_places(places, size):
     """Where columns (U,) of x are in a row that is spread out, in chunks of `size`."""
     found = np.empty_like(places)
@@ -324,7 +316,7 @@ def _sums(x_codes, weight, layout, stored, outliers, segment, totals, columns):
     (R, _HEIGHT) float32, and their elements at `outliers`, from `_spread_places`, to the first ones of columns
     (U, _HEIGHT) float32."""
     codes, code_sums = x_codes
-    size = _size(weight.kind)
+    size = CHUNKS[weight.kind]
     width = weight.rows.shape[1] // layout.nbytes * layout.size
     totals[:] = 0
     u = 0
@@ -359,7 +351,7 @@ def multiply(x_codes, x, weight, layout, bias, begin, end, out):
     x = RowFloats(*x)
     weight = Blocks(*weight)
     layout = Arrays(*layout)
-    size = _size(weight.kind)
+    size = CHUNKS[weight.kind]
     rows = len(x_codes[0])
     segment = Segment(
         np.empty((_HEIGHT, SEGMENT), np.uint8),

@@ -50,18 +50,16 @@ def _build(count, kind):
     kinds "bytes" and "bits" also an upper one: some bits of a byte, or a bit of its own."""
 
     def build(context, builder, signature, args):
-        low_at, high_at, numbers, target = args[:4]
+        low_at, high_at, numbers, target, table = args
         shift, mask, high_shift, high_mask, left, offset = (builder.extract_value(numbers, n) for n in range(6))
         words = ir.VectorType(I16, count // 2)
         codes = ir.VectorType(I8, count)
 
         def every(number):
-            """A number in all words; of two equal bytes if it is below 256."""
-            first = builder.insert_element(words(ir.Undefined), builder.trunc(number, I16), I32(0))
-            return builder.shuffle_vector(first, first, ir.Constant(ir.VectorType(I32, count // 2), [0] * (count // 2)))
+            return simd.every(builder, number, I16, count // 2)
 
         def every_byte(number):
-            return builder.bitcast(every(builder.mul(builder.and_(number, I64(255)), I64(0x0101))), codes)
+            return simd.every(builder, number, I8, count)
 
         def part(address, shift, mask):
             shifted = builder.lshr(simd.load(builder, address, I16, count // 2), every(shift))
@@ -82,49 +80,29 @@ def _build(count, kind):
         if high is not None:
             code = builder.or_(code, high)
         if kind == "table":
-            table = context.make_array(signature.args[4])(context, builder, args[4])
-            entries = simd.load(builder, builder.ptrtoint(table.data, I64), I8, 16)
+            data = context.make_array(signature.args[4])(context, builder, table).data
+            entries = simd.load(builder, builder.ptrtoint(data, I64), I8, 16)
             code = simd.call(builder, "llvm.x86.ssse3.pshuf.b.128", codes, entries, code)
         simd.store(builder, builder.sub(code, every_byte(offset)), target)
 
     return build
 
 
-@intrinsic
-def _decode32(_, low_at, high_at, numbers, target):
-    """Write 32 codes of a run in int8 to address `target`; their bytes are at two addresses. `numbers`: shift and mask
-    of the lower part, shift, mask and left shift of the upper one, and the offset."""
-    return types.void(types.int64, types.int64, numbers, types.int64), _build(32, "bytes")
+def _decoder(count, kind):
+    @intrinsic
+    def decoder(_, low_at, high_at, numbers, target, table):
+        """Write `count` codes of a run in int8 to address `target`; their bytes are at two addresses. `numbers`: shift
+        and mask of the lower part, shift, mask and left shift of the upper one, and the offset; `table`: (16,) int8, or
+        empty."""
+        return types.void(types.int64, types.int64, numbers, types.int64, table), _build(count, kind)
+
+    return decoder
 
 
-@intrinsic
-def _decode_low32(_, low_at, high_at, numbers, target):
-    """The same where all bits of a code are at the first address."""
-    return types.void(types.int64, types.int64, numbers, types.int64), _build(32, "low")
-
-
-@intrinsic
-def _decode_low16(_, low_at, high_at, numbers, target):
-    """The same of 16 codes."""
-    return types.void(types.int64, types.int64, numbers, types.int64), _build(16, "low")
-
-
-@intrinsic
-def _decode16(_, low_at, high_at, numbers, target):
-    """The same of 16 codes."""
-    return types.void(types.int64, types.int64, numbers, types.int64), _build(16, "bytes")
-
-
-@intrinsic
-def _decode_bits16(_, low_at, high_at, numbers, target):
-    """The same of 16 codes whose upper bits are in two bytes."""
-    return types.void(types.int64, types.int64, numbers, types.int64), _build(16, "bits")
-
-
-@intrinsic
-def _look_up16(_, low_at, high_at, numbers, target, table):
-    """The same of 16 codes that stand for the numbers of a table (16,) int8."""
-    return types.void(types.int64, types.int64, numbers, types.int64, table), _build(16, "table")
+_decode_low16, _decode_low32 = (_decoder(count, "low") for count in (16, 32))
+_decode_bytes16, _decode_bytes32 = (_decoder(count, "bytes") for count in (16, 32))
+_decode_bits16 = _decoder(16, "bits")
+_look_up16 = _decoder(16, "table")
 
 
 @njit(nogil=True)
@@ -169,23 +147,23 @@ def decode(row, first, count, layout, codes):
             elif is_bits:
                 for b in range(count):
                     at = b * layout.nbytes
-                    _decode_bits16(low + at, high + at, rest, target + b * layout.size)
+                    _decode_bits16(low + at, high + at, rest, target + b * layout.size, table)
             elif step == 32 and parts[n, 5] == 0:
                 for b in range(count):
                     at = b * layout.nbytes
-                    _decode_low32(low + at, high + at, rest, target + b * layout.size)
+                    _decode_low32(low + at, high + at, rest, target + b * layout.size, table)
             elif parts[n, 5] == 0:
                 for b in range(count):
                     at = b * layout.nbytes
-                    _decode_low16(low + at, high + at, rest, target + b * layout.size)
+                    _decode_low16(low + at, high + at, rest, target + b * layout.size, table)
             elif step == 32:
                 for b in range(count):
                     at = b * layout.nbytes
-                    _decode32(low + at, high + at, rest, target + b * layout.size)
+                    _decode_bytes32(low + at, high + at, rest, target + b * layout.size, table)
             else:
                 for b in range(count):
                     at = b * layout.nbytes
-                    _decode16(low + at, high + at, rest, target + b * layout.size)
+                    _decode_bytes16(low + at, high + at, rest, target + b * layout.size, table)
 
 
 # scales

@@ -83,6 +83,14 @@ def add_up(builder, vectors):
     return vectors[0]
 
 
+def every(builder, number, element, count):
+    """A whole number in each of `count` elements of a vector."""
+    kind = ir.VectorType(element, count)
+    number = number if number.type == element else builder.trunc(number, element)
+    first = builder.insert_element(kind(ir.Undefined), number, I32(0))
+    return builder.shuffle_vector(first, first, ir.Constant(ir.VectorType(I32, count), [0] * count))
+
+
 def addresses(builder, array, first, count):
     """The addresses of `count` rows of a numba array, from row `first` on."""
     base = builder.ptrtoint(array.data, I64)

@@ -13,7 +13,7 @@ from h2o_flexgen.compiled import INT4, INT8, threads
 from h2o_flexgen.compiled.threads import float_array, in_threads
 from h2o_flexgen.formats.base import Format, Shape
 from h2o_flexgen.formats.codes import MOST, Codes
-from h2o_flexgen.formats.layout import Bits, Layout, Numbers
+from h2o_flexgen.formats.layout import Bits, Layout, Numbers, halves
 from h2o_flexgen.formats.matrix import Quantised
 
 #: types of GGUF files that matrices are quantised to
@@ -56,7 +56,7 @@ class Blocks(Format):
     @property
     def chunk(self) -> int:
         """Elements that such matmuls scale at once."""
-        return 4 * threads.compiled().block_tiles.KINDS[self.tile[0]].registers
+        return threads.compiled().block_tiles.CHUNKS[self.tile[0]]
 
     def row_bytes(self, width: int) -> tuple[int, ...]:
         return (width // self.layout.size * self.layout.nbytes,)
@@ -126,8 +126,7 @@ class Blocks(Format):
 def Int4(group: int) -> Blocks:  # noqa: N802  a format like the others
     """Codes of 4 bits with a scale and a minimum per group of 64 or 32 inputs: 4.5 or 5 bits per element. The first
     half of a group is in the lower 4 bits of its bytes."""
-    halves = Numbers(tuple((Bits(4, shift, 15),) for shift in (0, 4)))
-    return Blocks("int4", Layout(group, 4 + group // 2, halves, group, 0, minimum_at=2))
+    return Blocks("int4", Layout(group, 4 + group // 2, halves(4), group, 0, minimum_at=2))
 
 
 @cache

@@ -25,33 +25,23 @@ class Codes(NamedTuple):
     raw: Tensor  # (R, bytes of a row): blocks in uint8, or codes in int8
     scale: Tensor  # (R, G), fp32
     minimum: Tensor  # (R, G), fp32
-    layout: Layout | None = None  # of the blocks
+    layout: Layout = PLAIN  # of the blocks
 
     @property
     def width(self) -> int:
         """Elements of a row."""
-        blocks = self.layout and self.raw.shape[1] // self.layout.nbytes
-        return self.raw.shape[1] if blocks is None else blocks * self.layout.size
-
-    @property
-    def bounds(self) -> tuple[int, int]:
-        """What the values of codes are between."""
-        return (-MOST, MOST) if self.layout is None else self.layout.bounds
-
-    @property
-    def _are_floats(self) -> bool:
-        return self.layout is not None and bool(self.layout.floats)
+        return self.raw.shape[1] // self.layout.nbytes * self.layout.size
 
     @property
     def largest(self) -> Tensor:
         """(R,): the largest absolute value that the codes of a row can stand for."""
-        ends = [(end * self.scale + self.minimum).abs() for end in self.bounds]
+        ends = [(end * self.scale + self.minimum).abs() for end in self.layout.bounds]
         return torch.maximum(*ends).amax(dim=1)
 
     def decode(self, out: Tensor) -> None:
         """Write the floats into `out` (R, I), of any float type, on the same device, by torch's operators."""
         q = self.raw
-        if self.layout is not None:
+        if self.layout is not PLAIN:
             blocks = q.unflatten(1, (-1, self.layout.nbytes))
             q = self.layout.values(blocks).flatten(1)
         q = q.unflatten(1, (self.scale.shape[1], -1))
@@ -68,20 +58,20 @@ class Codes(NamedTuple):
         order = order.to(scale.device)
         wide = torch.empty(len(order), self.width, device=scale.device)
         self.decode(wide)
-        largest = torch.stack(wide.aminmax(dim=1)).abs().amax(0) if self._are_floats else self.largest
+        largest = torch.stack(wide.aminmax(dim=1)).abs().amax(0) if self.layout.floats else self.largest
         codes[order] = wide.mul_(_factor(largest)[:, None]).round_().to(torch.int8)
         scale[order] = largest / MOST
 
     def to_int8_by_loops(self, order: Tensor, codes: Tensor, scale: Tensor) -> None:
         """The same by compiled loops."""
         self._in_loops(
-            compiled().blocks.to_int8, order, codes.numpy(), scale.numpy(), tuple(map(np.float32, self.bounds))
+            compiled().blocks.to_int8, order, codes.numpy(), scale.numpy(), tuple(map(np.float32, self.layout.bounds))
         )
 
     def _in_loops(self, kernel, order: Tensor, *targets) -> None:
         """Run a compiled loop over rows, in all threads."""
         arrays = [x.contiguous().numpy() for x in (self.raw.view(torch.uint8), self.scale, self.minimum, order)]
-        layout = (self.layout or PLAIN).arrays
+        layout = self.layout.arrays
 
         def part(begin: int, end: int) -> None:
             kernel(*(x[begin:end] for x in arrays), layout, *targets)

@@ -7,22 +7,12 @@ type is one entry in `GGUF`.
 from __future__ import annotations
 
 from h2o_flexgen.formats.blocks import Blocks
-from h2o_flexgen.formats.layout import EXPONENT, Bits, Layout, Numbers
+from h2o_flexgen.formats.layout import EXPONENT, Bits, Layout, Numbers, halves
 
 #: what 4-bit codes stand for in IQ4_NL and IQ4_XS
 IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 #: likewise in MXFP4 (e2m1), times 2
 E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
-
-
-def nibbles(at: int, offset: int = 0, high: int | None = None, table: tuple[int, ...] = ()) -> Numbers:
-    """32 codes in 16 bytes: the first half in the lower 4 bits, the second in the upper ones. `high`: the first of 4
-    bytes with a fifth bit of each."""
-    runs = []
-    for n in (0, 1):
-        fifth = () if high is None else (Bits(high + 2 * n, mask=1, left=4, per_byte=8),)
-        runs.append((Bits(at, 4 * n, 15), *fifth))
-    return Numbers(tuple(runs), offset, table=table)
 
 
 def planes(at: int, bits: int, each: int, high: int | None = None, high_bits: int = 0) -> tuple[tuple[Bits, ...], ...]:
@@ -56,14 +46,14 @@ IQ4_XS_SCALES = Numbers(
 Q2_K_SCALES = Numbers(((Bits(0, 0, 15),),))
 Q2_K_MINIMA = Numbers(((Bits(0, 4, 15),),))
 Q6_K_SCALES = Numbers(((Bits(192),),), is_signed=True)
-IQ4_XS_CODES = Numbers(tuple(run for j in range(8) for run in nibbles(8 + 16 * j).bits), table=IQ4)
+IQ4_XS_CODES = Numbers(tuple(run for j in range(8) for run in halves(8 + 16 * j).bits), table=IQ4)
 
 LAYOUTS = {
     "Q8_0": Layout(32, 34, Numbers(((Bits(2),),), is_signed=True), 32, 0),
-    "Q4_0": Layout(32, 18, nibbles(2, offset=8), 32, 0),
-    "Q4_1": Layout(32, 20, nibbles(4), 32, 0, minimum_at=2),
-    "Q5_0": Layout(32, 22, nibbles(6, offset=16, high=2), 32, 0),
-    "Q5_1": Layout(32, 24, nibbles(8, high=4), 32, 0, minimum_at=2),
+    "Q4_0": Layout(32, 18, halves(2, offset=8), 32, 0),
+    "Q4_1": Layout(32, 20, halves(4), 32, 0, minimum_at=2),
+    "Q5_0": Layout(32, 22, halves(6, offset=16, high=2), 32, 0),
+    "Q5_1": Layout(32, 24, halves(8, high=4), 32, 0, minimum_at=2),
     "Q2_K": Layout(256, 84, Numbers(planes(16, 2, 32)), 16, 80, minimum_at=82, scales=Q2_K_SCALES, minima=Q2_K_MINIMA),
     "Q3_K": Layout(256, 110, Numbers(planes(32, 2, 32, 0, 1), offset=4), 16, 108, scales=Q3_K_SCALES),
     "Q4_K": Layout(256, 144, Numbers(planes(16, 4, 32)), 32, 0, minimum_at=2, scales=Q4_K_SCALES, minima=Q4_K_MINIMA),
@@ -71,9 +61,9 @@ LAYOUTS = {
         256, 176, Numbers(planes(48, 4, 32, 16, 1)), 32, 0, minimum_at=2, scales=Q4_K_SCALES, minima=Q4_K_MINIMA
     ),
     "Q6_K": Layout(256, 210, Numbers(planes(0, 4, 64, 128, 2), offset=32), 16, 208, scales=Q6_K_SCALES),
-    "IQ4_NL": Layout(32, 18, nibbles(2, table=IQ4), 32, 0),
+    "IQ4_NL": Layout(32, 18, halves(2, table=IQ4), 32, 0),
     "IQ4_XS": Layout(256, 136, IQ4_XS_CODES, 32, 0, scales=IQ4_XS_SCALES),
-    "MXFP4": Layout(32, 17, nibbles(1, table=E2M1), 32, 0, scale_kind=EXPONENT),
+    "MXFP4": Layout(32, 17, halves(1, table=E2M1), 32, 0, scale_kind=EXPONENT),
 }
 #: by their names in GGUF
 GGUF = {name: Blocks(name, layout) for name, layout in LAYOUTS.items()}

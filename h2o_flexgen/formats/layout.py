@@ -65,6 +65,16 @@ class Numbers(NamedTuple):
         return np.array(rows, np.int64).reshape(-1, 8)
 
 
+def halves(at: int, offset: int = 0, high: int | None = None, table: tuple[int, ...] = ()) -> Numbers:
+    """Codes of 4 bits from byte `at` on: the first half in the lower bits, the second in the upper ones. `high`: for 32
+    codes, the first of 4 bytes with a fifth bit of each."""
+    runs = []
+    for n in (0, 1):
+        fifth = () if high is None else (Bits(high + 2 * n, mask=1, left=4, per_byte=8),)
+        runs.append((Bits(at, 4 * n, 15), *fifth))
+    return Numbers(tuple(runs), offset, table=table)
+
+
 def looked_up(table: Tensor, codes: Tensor) -> Tensor:
     """table[codes], of any shape, by indices of 32 bits: those of 64 take twice the memory."""
     return table.index_select(0, codes.flatten().int()).view(codes.shape)

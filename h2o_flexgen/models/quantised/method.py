@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.formats import Blocks, Dense, Format, Shape
-from h2o_flexgen.formats.layout import HALF, SINGLE, Bits, Layout, Numbers
+from h2o_flexgen.formats.layout import HALF, SINGLE, Bits, Layout, Numbers, halves
 from h2o_flexgen.models.spec import Config, Layer, shapes_of, shortened
 
 #: the largest block: it divides the inputs that int8 matmuls scale at once
@@ -100,11 +100,6 @@ def texts(config: Config, *keys: str) -> list[str]:
 def block_size(*sizes: int) -> int:
     """Elements of a block: the most that divide each of `sizes`."""
     return gcd(*sizes, MOST_BLOCK)
-
-
-def halves(at: int) -> Numbers:
-    """Codes of 4 bits from byte `at` of a block on: the first half is in the lower bits."""
-    return Numbers(tuple((Bits(at, shift, 15),) for shift in (0, 4)))
 
 
 @cache
