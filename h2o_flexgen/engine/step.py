@@ -135,7 +135,7 @@ class Walk:
         hidden = self._taken(n, chunk)
         # where positions roll attention rotates, since keys are cached unrotated
         positions = None if self.stores.job.rule.rope else chunk.positions
-        hidden = self.family.block(self.spec, w, hidden, positions, partial(self._attend, j, chunk))
+        hidden = self.family.block(self.spec.at(j), w, hidden, positions, partial(self._attend, j, chunk))
         self._keep(n, chunk, hidden)
 
     def _head(self, n: int, chunk: Chunk, w: Weights) -> None:

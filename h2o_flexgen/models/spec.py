@@ -6,6 +6,7 @@ import reprlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import prod
 
 from h2o_flexgen.errors import UserError
 
@@ -14,6 +15,8 @@ LARGEST = (1 << 31) - 1
 #: far more than any model has, so that a list of layers or a table of a head's elements cannot fill memory
 MOST_LAYERS = 1000
 MOST_HEAD_DIM = 1 << 16
+#: the most elements of a group of experts, unless one of them has more: in 4 bits reads of some 10 MB for each matrix
+GROUP_ELEMENTS = 1 << 26
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = 80
 #: {short name: (name in the checkpoint, shape)}
@@ -50,6 +53,16 @@ class ModelSpec:
     tied: bool = False  # the head is the embedding
     window: int | None = None  # sliding window of attention, in tokens, if any
     rope: Rope | None = None
+    scale: float | None = None  # of products of queries and keys; default: head_dim ** -0.5
+    cap: float | None = None  # of these products: x becomes cap * tanh(x / cap)
+    experts: int = 0  # of a layer with a mixture of experts
+    active: int = 0  # experts that a token goes through
+    kinds: tuple[ModelSpec, ...] = ()  # of layers, if they differ: in window, RoPE, heads
+    pattern: tuple[int, ...] = ()  # which of `kinds` each layer is
+
+    def at(self, layer: int) -> ModelSpec:
+        """The sizes of one layer."""
+        return self.kinds[self.pattern[layer]] if self.kinds else self
 
     @property
     def groups(self) -> int:
@@ -91,11 +104,12 @@ class ModelSpec:
 
 
 @dataclass(frozen=True)
-class Layer:
-    """The tensors of a layer: the embedding, a transformer block, or the head."""
+class Unit:
+    """Tensors that are staged and used together: a layer, or a group of its experts."""
 
     streamed: Tensors = field(default_factory=dict)  # needed whole
     gathered: Tensors = field(default_factory=dict)  # needed row by row
+    experts: range = range(0)  # those that it holds, one below the other in each of its matrices
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -107,9 +121,53 @@ class Layer:
         return dict(self.streamed.values())
 
 
-def shapes_of(layers: Iterable[Layer]) -> dict[str, tuple[int, ...]]:
-    """{name in the checkpoint: shape} of all tensors of some layers."""
+@dataclass(frozen=True)
+class Layer:
+    """The tensors of a layer: the embedding, a transformer block, or the head.
+
+    Attributes:
+        streamed, gathered: as of a `Unit`; without those of experts.
+        expert: the tensors of one expert, with {} in their names for its number.
+        experts: how many there are.
+    """
+
+    streamed: Tensors = field(default_factory=dict)
+    gathered: Tensors = field(default_factory=dict)
+    expert: Tensors = field(default_factory=dict)
+    experts: int = 0
+
+    @cached_property
+    def units(self) -> list[Unit]:
+        """The layer without its experts, then its experts in groups of up to GROUP_ELEMENTS elements."""
+        each = sum(prod(shape) for _, shape in self.expert.values())
+        size = max(1, GROUP_ELEMENTS // max(1, each))
+        groups = [range(begin, min(begin + size, self.experts)) for begin in range(0, self.experts, size)]
+        return [Unit(self.streamed, self.gathered), *(Unit(self._stacked(group), {}, group) for group in groups)]
+
+    def _stacked(self, group: range) -> Tensors:
+        """The tensors of some experts, below each other."""
+        number = f"{group.start}:{group.stop}"
+        tensors = self.expert.items()
+        return {short: (name.format(number), (len(group) * out, *width)) for short, (name, (out, *width)) in tensors}
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """{name in the checkpoint: shape} of all tensors."""
+        return shapes_of(self.units)
+
+    @cached_property
+    def streamed_shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: shape for unit in self.units for name, shape in unit.streamed_shapes.items()}
+
+
+def shapes_of(layers: Iterable[Layer | Unit]) -> dict[str, tuple[int, ...]]:
+    """{name in the checkpoint: shape} of all tensors of some layers or units."""
     return {name: shape for layer in layers for name, shape in layer.shapes.items()}
+
+
+def units_of(layers: Iterable[Layer]) -> list[Unit]:
+    """All units, in the order in which a pass needs them."""
+    return [unit for layer in layers for unit in layer.units]
 
 
 def matrix(short: str, name: str, out: int, columns: int, bias: bool = False) -> Tensors:
