@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from torch import Tensor
+from transformers.activations import ACT2FN
 
 
 @dataclass
@@ -576,14 +577,13 @@ class LlamaOracle(Oracle):
 
     def __init__(self, model, dtype: torch.dtype = torch.float64):
         super().__init__(model, dtype)
-        self.act = model.model.layers[0].mlp.act_fn
+        self.act = ACT2FN[self.config.hidden_act]
 
     def embed(self, tokens, positions):
         return self.w["embed_tokens.weight"][tokens]
 
     def block(self, layer, x):
         at = f"layers.{layer}.self_attn"
-        mlp = f"layers.{layer}.mlp"
         y = self.rms_norm(f"layers.{layer}.input_layernorm", x)
         q = self.linear(f"{at}.q_proj", y).view(len(x), self.heads, -1)
         k = self.linear(f"{at}.k_proj", y).view(len(x), self.kv_heads, -1)
@@ -592,12 +592,33 @@ class LlamaOracle(Oracle):
             q = self.rms_norm(f"{at}.q_norm", q)
             k = self.rms_norm(f"{at}.k_norm", k)
         x = x + self.linear(f"{at}.o_proj", self.attention(layer, self.rotate(q), self.rotate(k), v))
-        y = self.rms_norm(f"layers.{layer}.post_attention_layernorm", x)
-        gated = self.act(self.linear(f"{mlp}.gate_proj", y)) * self.linear(f"{mlp}.up_proj", y)
-        return x + self.linear(f"{mlp}.down_proj", gated)
+        return x + self.mlp(f"layers.{layer}.mlp", self.rms_norm(f"layers.{layer}.post_attention_layernorm", x))
+
+    def mlp(self, at: str, x: Tensor) -> Tensor:
+        gated = self.act(self.linear(f"{at}.gate_proj", x)) * self.linear(f"{at}.up_proj", x)
+        return self.linear(f"{at}.down_proj", gated)
 
     def logits(self, x):
         return self.linear("lm_head", self.rms_norm("norm", x))
+
+
+class ExpertsOracle(LlamaOracle):
+    """Mixtral and Qwen3's mixtures of experts: each token by itself."""
+
+    def mlp(self, at, x):
+        if f"{at}.experts.down_proj" not in self.w:
+            return super().mlp(at, x)
+        return torch.stack([self._token_mlp(at, token) for token in x])
+
+    def _token_mlp(self, at: str, x: Tensor) -> Tensor:
+        shares = self.linear(f"{at}.gate", x).softmax(-1)
+        chosen = shares.argsort(descending=True)[: self.config.num_experts_per_tok].tolist()
+        whole = sum(shares[e] for e in chosen) if getattr(self.config, "norm_topk_prob", True) else 1
+        found = torch.zeros_like(x)
+        for e in chosen:
+            gate, up = (self.w[f"{at}.experts.gate_up_proj"][e] @ x).chunk(2)
+            found += shares[e] / whole * (self.w[f"{at}.experts.down_proj"][e] @ (self.act(gate) * up))
+        return found
 
 
 class NeoXOracle(Oracle):
@@ -628,7 +649,7 @@ class NeoXOracle(Oracle):
 
 
 #: families whose blocks are not LLaMA's
-ORACLES = {"opt": OptOracle, "gpt_neox": NeoXOracle}
+ORACLES = {"opt": OptOracle, "gpt_neox": NeoXOracle, "qwen3_moe": ExpertsOracle, "mixtral": ExpertsOracle}
 
 
 def oracle_of(model) -> Oracle:

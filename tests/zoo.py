@@ -53,6 +53,8 @@ BASE = {
         eos_token_id=2,
     ),
     "mistral": {**LLAMA, "sliding_window": None},
+    "mixtral": {**LLAMA, "sliding_window": None, "num_local_experts": 4},
+    "qwen3_moe": {**LLAMA, "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "head_dim": 8},
     "gpt_neox": dict(
         vocab_size=96,
         hidden_size=32,
@@ -133,6 +135,20 @@ VARIANTS = {
         "qwen3_groups_of_3_tied_yarn": dict(**THREE, **YARN, tie_word_embeddings=True, head_dim=10),
         "qwen3_groups_of_8_dynamic": dict(**EIGHT, **DYNAMIC, head_dim=4),
         "qwen3_no_groups_biases_llama3": dict(**LLAMA3, num_key_value_heads=4, head_dim=6, attention_bias=True),
+    },
+    "qwen3_moe": {
+        "qwen3_moe": dict(norm_topk_prob=True),
+        "qwen3_moe_one_of_seven_dense_first": dict(num_experts=7, num_experts_per_tok=1, mlp_only_layers=[0]),
+        "qwen3_moe_all_of_three_tied": dict(
+            num_experts=3, num_experts_per_tok=3, decoder_sparse_step=2, tie_word_embeddings=True
+        ),
+        "qwen3_moe_groups_of_3_yarn": dict(**THREE, **YARN, num_experts=6, norm_topk_prob=True),
+    },
+    "mixtral": {
+        "mixtral": dict(),
+        "mixtral_of_one_expert_tied": dict(num_local_experts=1, num_experts_per_tok=1, tie_word_embeddings=True),
+        "mixtral_three_of_eight_linear": dict(**LINEAR, num_local_experts=8, num_experts_per_tok=3, head_dim=8),
+        "mixtral_no_groups_llama3": dict(**LLAMA3, num_key_value_heads=4),
     },
     "gpt_neox": {
         "gpt_neox": dict(rotary_pct=0.5),
@@ -282,6 +298,8 @@ def build(name: str, folder: Path, seed: int = 0, **changes) -> Tiny:
         for key, tensor in model.named_parameters():
             if key.endswith("bias"):
                 tensor.normal_(0, 0.1)
+            elif "experts" in key:
+                tensor.normal_(0, 0.7)
             elif "norm" in key:
                 tensor.normal_(1, 0.3)
             elif "embed" in key:

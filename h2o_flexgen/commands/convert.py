@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> None:
     from h2o_flexgen.formats.forms import CONVERTED, compressed
     from h2o_flexgen.models.registry import family, read_spec, stored_dtype
     from h2o_flexgen.models.source import find_model
-    from h2o_flexgen.models.spec import shapes_of
+    from h2o_flexgen.models.spec import compressible, shapes_of
 
     target = Path(os.path.abspath(args.output))
     if os.path.lexists(target):
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> None:
     weights, folder = find_model(args.model)
     spec = read_spec(folder)
     layers = family(spec.model_type).tensors(spec)
-    formats = compressed(args.to, [layer.shapes for layer in layers], CONVERTED)
+    formats = compressed(args.to, compressible(layers), CONVERTED)
     dtype = getattr(torch, stored_dtype(folder) or "bfloat16")
     source = open_source(weights, folder, spec, layers, dtype, None, True)
     shapes = shapes_of(layers)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.kernels import rowwise
+from h2o_flexgen.kernels.experts import Routing
 from h2o_flexgen.kernels.linear import linears
 from h2o_flexgen.models.rope import Positions, rotation
 from h2o_flexgen.models.spec import ModelSpec
@@ -78,6 +79,16 @@ def mlp(spec: ModelSpec, w: Weights, x: Tensor) -> Tensor:
     if spec.gated:
         wide.mul_(*up)
     return project(w, "down", wide)
+
+
+def route(spec: ModelSpec, w: Weights, x: Tensor, renormalises: bool) -> tuple[Tensor, Routing]:
+    """x (N, E), and the experts of each token by a softmax over all of them in fp32, of which the largest are taken;
+    with `renormalises` their weights add up to 1."""
+    shares = torch.softmax(project(w, "router", x), -1, dtype=torch.float32)
+    weights, ids = shares.topk(spec.active, -1)
+    if renormalises:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return x, Routing(ids, weights)
 
 
 def activation(name: str) -> Callable[[Tensor], Tensor]:

@@ -14,7 +14,7 @@ from h2o_flexgen.models.spec import Config, ModelSpec, shortened
 from h2o_flexgen.utils.files import check_small, read_json
 
 #: `model_type` of every family, each a module of this package
-FAMILIES = ("opt", "llama", "mistral", "qwen2", "qwen3", "gpt_neox")
+FAMILIES = ("opt", "llama", "mistral", "qwen2", "qwen3", "gpt_neox", "qwen3_moe", "mixtral")
 #: types of weights that a job can compute in
 STORED_DTYPES = ("float16", "bfloat16", "float32")
 

@@ -15,7 +15,7 @@ from h2o_flexgen.kv_cache import rule_for
 from h2o_flexgen.kv_cache.layout import KVLayout
 from h2o_flexgen.kv_cache.rule import CacheRule
 from h2o_flexgen.models.registry import family
-from h2o_flexgen.models.spec import Layer, ModelSpec, shapes_of
+from h2o_flexgen.models.spec import Layer, ModelSpec, Unit, shapes_of, units_of
 from h2o_flexgen.planning.workload import Workload
 from h2o_flexgen.policy import TIERS
 from h2o_flexgen.storage.staging import StagingBytes, slice_bytes, staging_bytes
@@ -115,6 +115,11 @@ class ModelData:
         return self.torch_dtype.itemsize
 
     @cached_property
+    def units(self) -> list[Unit]:
+        """The tensors of each unit."""
+        return units_of(self.layers)
+
+    @cached_property
     def streamed(self) -> list[dict[str, tuple[int, ...]]]:
         """{name: shape} per layer of what is needed whole (of the embedding only rows are gathered)."""
         return [layer.streamed_shapes for layer in self.layers]
@@ -123,11 +128,12 @@ class ModelData:
     def tensor_bytes(self) -> dict[str, TensorBytes]:
         """The bytes of every tensor, by name."""
         found = {}
+        experts = {name: len(unit.experts) for unit in self.units for name in unit.shapes}
         for name, shape in shapes_of(self.layers).items():
             form = self.forms[name]
             stored = form.stored.nbytes(shape)
             retyped = stored if form.stored.is_dense and form.stored != form.kept else 0
-            staging = {tier: staging_bytes(tier, form, shape, self.cuda) for tier in TIERS}
+            staging = {tier: staging_bytes(tier, form, shape, self.cuda, experts[name]) for tier in TIERS}
             sliced = slice_bytes(form, shape) if name == self.head else StagingBytes()
             found[name] = TensorBytes(form.kept.nbytes(shape), stored, staging, sliced, retyped)
         return found

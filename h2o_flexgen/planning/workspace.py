@@ -8,7 +8,7 @@ from h2o_flexgen.kernels.exact import WIDEN_BYTES, WIDEN_ROWS
 from h2o_flexgen.kernels.int8 import INT8_ROWS, may_tile
 from h2o_flexgen.kernels.linear import always_tiles, slice_rows
 from h2o_flexgen.planning.shapes import DECODER, HEAD, Shapes
-from h2o_flexgen.planning.workload import HEAD_ROWS, SAMPLE_ROWS, matmul_rows, micro_tokens
+from h2o_flexgen.planning.workload import HEAD_ROWS, SAMPLE_ROWS, group_rows, matmul_rows, micro_tokens
 from h2o_flexgen.policy import Policy
 
 #: sort workspace per logit, in bytes
@@ -28,7 +28,7 @@ _SUMS = 12
 def workspace_bytes(policy: Policy, shapes: Shapes, longest: int, batches: list[int], cached_len: int = 0) -> int:
     """The most that a layer or the head takes. `batches`: sequences of each batch, the largest first; `longest`: tokens
     of the longest prompt; `cached_len`: tokens that the caches already hold."""
-    rows = max(matmul_rows(batches))
+    rows = max(matmul_rows(batches, group_rows(shapes.spec)))
     prefill = prefill_workspace(shapes, micro_tokens(policy.prefill_tokens, longest, batches[0]), longest, cached_len)
     return max(prefill, _decode_workspace(shapes, batches[0], rows), _head_workspace(shapes, sum(batches)))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 from collections.abc import Container, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import replace
@@ -26,7 +27,7 @@ from h2o_flexgen.policy import gib
 from h2o_flexgen.storage.convert import bins_to_safetensors, gguf_to_safetensors, made_once
 from h2o_flexgen.storage.disk import DiskIO, File, wait
 from h2o_flexgen.storage.quantised import encoded, find_matrices
-from h2o_flexgen.storage.stored import DTYPES, Stored, parts_of, rows_of
+from h2o_flexgen.storage.stored import DTYPES, Stack, Stored, parts_of, rows_of
 
 log = logging.getLogger(__name__)
 
@@ -149,8 +150,15 @@ class Checkpoint:
     def add_file(self, path: Path) -> None:
         self.tensors |= tensors_of(path)
 
-    def find(self, name: str) -> Stored | None:
-        """The tensor of a full name. A checkpoint saved from an inner module lacks up to two of its leading parts."""
+    def find(self, name: str) -> Stored | Stack | None:
+        """The tensor of a full name; experts may be apart in the files."""
+        parts = [self._find(each) for each in (name, *names_of(name))]
+        if parts[0] is not None or not parts[1:] or None in parts[1:]:
+            return parts[0]
+        return Stack(tuple(parts[1:]))
+
+    def _find(self, name: str) -> Stored | None:
+        """A checkpoint saved from an inner module lacks up to two leading parts of its names."""
         modules = name.split(".")
         for missing in range(min(3, len(modules) - 1)):  # a module and its parameter remain
             if stored := self.tensors.get(".".join(modules[missing:])):
@@ -162,6 +170,7 @@ class Checkpoint:
         for name, shape in needed.items():
             stored = self.find(name)
             if stored is None:
+                name = next((each for each in names_of(name) if self._find(each) is None), name)
                 problem = f"no tensor {name!r}"
             elif isinstance(stored.format, str):
                 problem = f"{name!r} in {stored.format}: only float weights can be used"
@@ -194,10 +203,19 @@ class Checkpoint:
         stored = self.find(name)
         flat = out.raw if isinstance(out, Quantised) else out.view(-1)
         if flat.dtype == stored.dtype and flat.device.type == "cpu":
-            wait(io.read(stored.file, as_numpy(flat), stored.offset))
+            size = len(flat) // len(stored.parts)
+            parts = zip(stored.parts, flat.split(size))
+            wait([request for part, out in parts for request in io.read(part.file, as_numpy(out), part.offset)])
             return
         for at, part in parts_of(stored, io):
             convert(flat[at : at + len(part)], part)
+
+
+def names_of(name: str) -> list[str]:
+    """The names of one matrix each of several experts, whose numbers are a range such as 16:32 in `name`; none without
+    a range."""
+    before, experts, after = (re.split(r"\.(\d+:\d+)\.", name) + ["", ""])[:3]
+    return [f"{before}.{n}.{after}" for n in range(*map(int, experts.split(":")))] if experts else []
 
 
 def tensors_of(path: Path) -> dict[str, Stored]:

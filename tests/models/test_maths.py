@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import zoo
@@ -36,12 +38,31 @@ def layer_weights(state, layer):
     return {short: state[name] for short, (name, _) in {**layer.streamed, **layer.gathered}.items()}
 
 
+def through(spec, state, layer, hidden, positions, attend):
+    """The hidden states after a layer, whose experts all tokens go through one by one."""
+    maths = family(spec.model_type)
+    w = layer_weights(state, layer)
+    if not layer.experts:
+        return maths.block(spec, w, hidden, positions, attend)
+    hidden = maths.attention(spec, w, hidden, positions, attend)
+    x, routing = maths.route(spec, w, hidden)
+    total = torch.zeros_like(x)
+    for n in range(layer.experts):
+        each = {short: state[name.format(n)] for short, (name, _) in layer.expert.items()}
+        routing.add(n, x, total, partial(maths.expert, spec, each))
+    return hidden + total
+
+
+def names_of_experts(layer):
+    return {name.format(n): shape for n in range(layer.experts) for name, shape in layer.expert.values()}
+
+
 @pytest.mark.parametrize("name", zoo.CONFIGS)
 def test_layers_name_every_tensor_of_the_checkpoint_in_its_shape(tiny, name):
     model = tiny(name)
     found = {}
     for layer in layers_of(read_spec(model.folder)):
-        for tensor, shape in layer.shapes.items():
+        for tensor, shape in (layer.units[0].shapes | names_of_experts(layer)).items():
             assert found.setdefault(tensor, shape) == shape
     assert found == {tensor: tuple(t.shape) for tensor, t in checkpoint(model).items()}
 
@@ -64,7 +85,7 @@ def test_each_layer_is_that_of_transformers(tiny, name):
             # each layer by itself, so that errors do not add up
             torch.testing.assert_close(hidden, wanted, atol=1e-3, rtol=1e-3)
             hidden = wanted.clone()
-            after = maths.block(spec, layer_weights(state, layer), hidden, POSITIONS, attend)
+            after = through(spec, state, layer, hidden, POSITIONS, attend)
             assert torch.equal(hidden, wanted), "the input must not change"
             hidden = after
         logits = maths.logits(spec, layer_weights(state, head), hidden.view(2, T, -1)[:, -1].contiguous())
@@ -78,7 +99,7 @@ def test_without_positions_attention_gets_unrotated_queries_and_keys(tiny, name)
     """Where the cache holds unrotated keys and rotates them at use."""
     model = tiny(name)
     spec = read_spec(model.folder)
-    block = layer_weights(checkpoint(model), layers_of(spec)[1])
+    block = checkpoint(model), layers_of(spec)[1]
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(2 * T, spec.hidden, generator=generator)
 
@@ -86,9 +107,8 @@ def test_without_positions_attention_gets_unrotated_queries_and_keys(tiny, name)
         q, k = (rotate_to(spec.rope, x.transpose(0, 1), POSITIONS.at, T).transpose(0, 1) for x in (q, k))
         return attend(q, k, v)
 
-    maths = family(spec.model_type)
-    late = maths.block(spec, block, hidden.clone(), None, rotated)
-    early = maths.block(spec, block, hidden.clone(), POSITIONS, attend)
+    late = through(spec, *block, hidden.clone(), None, rotated)
+    early = through(spec, *block, hidden.clone(), POSITIONS, attend)
     assert torch.allclose(late, early, rtol=1e-4, atol=1e-4)
 
 
