@@ -37,12 +37,17 @@ class LlamaSpec(ModelSpec):
 
 
 def spec(
-    config: Config, kv_heads: int | None = None, head_dim: int | None = None, default_positions: int = 2048, **changes
+    config: Config,
+    kv_heads: int | None = None,
+    head_dim: int | None = None,
+    default_positions: int = 2048,
+    theta: float = 10000.0,
+    **changes,
 ) -> LlamaSpec:
-    """The spec of LLaMA or a family with its blocks. `kv_heads`, `head_dim` and `default_positions` are the family's
-    defaults; `changes` override fields."""
+    """The spec of LLaMA or a family with its blocks. `kv_heads`, `head_dim`, `default_positions` and `theta` are the
+    family's defaults; `changes` override fields."""
     sizes = config.sizes(kv_heads, head_dim)
-    rope, positions = read_rope(config, sizes["head_dim"], positions=default_positions)
+    rope, positions = read_rope(config, sizes["head_dim"], positions=default_positions, theta=theta)
     bias = config.flag("attention_bias", False)
     spec = LlamaSpec(
         model_type="llama",

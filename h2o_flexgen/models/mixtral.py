@@ -27,6 +27,8 @@ def spec(config: Config) -> LlamaSpec:
         model_type="mixtral",
         kv_heads=8,
         default_positions=131072,
+        theta=1e6,
+        eps=config.number("rms_norm_eps", 1e-5),
         window=config.window(),
         experts=experts,
         active=config.active("num_experts_per_tok", 2, experts),

@@ -32,10 +32,10 @@ def window(config: Config) -> int | None:
     return config.window(4096) if slides else None
 
 
-def qwen_spec(config: Config, **changes) -> LlamaSpec:
-    """The spec of any Qwen; `changes` as in `llama.spec`."""
+def qwen_spec(config: Config, kv_heads: int = 32, **changes) -> LlamaSpec:
+    """The spec of any Qwen; arguments as in `llama.spec`."""
     eos = config.tokens("eos_token_id")
-    return llama.spec(config, kv_heads=32, default_positions=32768, eos=eos, window=window(config), **changes)
+    return llama.spec(config, kv_heads=kv_heads, default_positions=32768, eos=eos, window=window(config), **changes)
 
 
 def spec(config: Config) -> LlamaSpec:

@@ -34,6 +34,7 @@ def spec(config: Config) -> Qwen3MoeSpec:
     experts = config.size("num_experts", config.size("num_local_experts", 128, least=0), least=0)
     found = qwen_spec(
         config,
+        kv_heads=4,
         model_type="qwen3_moe",
         head_norms=True,
         experts=experts,
