@@ -33,7 +33,6 @@ from h2o_flexgen.models.spec import ModelSpec
 LLAMA = dict(vocab_size=50, hidden_size=512, num_hidden_layers=2, intermediate_size=40, num_attention_heads=32)
 #: the keys that a family needs
 GOOD = dict.fromkeys(zoo.VARIANTS, LLAMA) | {
-    "mixtral": {**LLAMA, "head_dim": 16},  # transformers' own default breaks its check of RoPE
     "opt": dict(
         vocab_size=50,
         hidden_size=16,
@@ -200,7 +199,7 @@ def scaling_of(rope_type: str, model_type: str, **changes) -> dict:
 @pytest.mark.parametrize("rope_type", TYPES)
 def test_old_and_new_spelling_of_rope_are_one_spec(model_type, rope_type):
     neox = model_type == "gpt_neox"
-    theta, partial = ("rotary_emb_base", {"rotary_pct": 0.5}) if neox else ("rope_theta", {})
+    theta, partial = ("rotary_emb_base", {"rotary_pct": 0.5}) if neox else ("rope_theta", {"head_dim": 16})
     more = {"max_position_embeddings": 256}
     scaling = scaling_of(rope_type, model_type, **partial)
     old = [
