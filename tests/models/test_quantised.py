@@ -225,6 +225,13 @@ def test_the_copy_is_made_once_and_again_for_another_config(checkpoint, tmp_path
     assert not torch.equal(changed, checkpoint("gptq").matrices[f"{GATE}.weight"])
 
 
+def test_the_copy_in_fewer_bits_is_made_again_for_another_config(checkpoint, tmp_path):
+    folder = shutil.copytree(checkpoint("gptq").tiny.folder, tmp_path / "model")
+    before = decoded(load(folder, compress_weight="int8"), f"{GATE}.weight")
+    change_config(folder, quantization_config=tools.V2)  # whose zeros are others
+    assert not torch.equal(decoded(load(folder, compress_weight="int8"), f"{GATE}.weight"), before)
+
+
 @pytest.mark.parametrize(
     "name", ["gptq", "fp8 tensor", "nf4", "gptq with its head", "gptq of one group", "gptq in act-order"]
 )
