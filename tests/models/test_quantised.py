@@ -232,9 +232,7 @@ def test_the_copy_in_fewer_bits_is_made_again_for_another_config(checkpoint, tmp
     assert not torch.equal(decoded(load(folder, compress_weight="int8"), f"{GATE}.weight"), before)
 
 
-@pytest.mark.parametrize(
-    "name", ["gptq", "fp8 tensor", "nf4", "gptq with its head", "gptq of one group", "gptq in act-order"]
-)
+@pytest.mark.parametrize("name", CASES)
 def test_plan_counts_the_bytes_of_the_job(checkpoint, name, capfd):
     folder = checkpoint(name).tiny.folder
     model = load(folder)
@@ -280,12 +278,13 @@ def test_no_copy_exceeds_the_disk_limit(checkpoint):
         (GPTQ | {"group_size": 48}, "groups of 48 inputs and words of 8 codes do not divide the 64 x 64 of"),
         (GPTQ | {"group_size": 0}, "group_size must be a whole number from 1"),
         (GPTQ | {"modules_to_not_convert": "lm_head"}, "modules_to_not_convert must be a list of texts"),
-        (GPTQ | {"modules_to_not_convert": ["("]}, "a pattern of modules that are not converted is invalid"),
+        (GPTQ | {"modules_to_not_convert": ["("]}, "a pattern of modules is invalid"),
         (tools.AWQ | {"version": "gemv"}, "version 'gemv' is not supported, only gemm"),
         (tools.AWQ | {"zero_point": False}, "zero_point false is not supported"),
         (tools.BLOCKS | {"weight_block_size": [128]}, "blocks of [128] are not rows and columns"),
         (tools.NF4_CONFIG | {"bnb_4bit_quant_type": "nf3"}, "nf3 in uint8 is not supported; known: nf4, fp4 in uint8"),
         (PACKED | {"format": "marlin-24"}, "format 'marlin-24' of 'int' is not supported; known: float-quantized"),
+        (tools.compressed_tensors("pack-quantized", ("re:(",), **tools.BY_GROUP), "a pattern of modules is invalid"),
         (PACKED | {"config_groups": {}}, "config_groups must have the same weights in all groups"),
         ({"quant_method": "awq"}, "of awq: None bits are not supported, only 4"),
     ],
