@@ -20,7 +20,7 @@ from h2o_flexgen.commands.main import main
 from h2o_flexgen.compiled import threads
 from h2o_flexgen.engine.model import load_model
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.formats import GGUF, Dense, Quantised
+from h2o_flexgen.formats import GGUF, Dense, Int8, Quantised
 from h2o_flexgen.kernels.int8 import int8_linear, takes_blocks
 from h2o_flexgen.models.inspect import find
 from h2o_flexgen.models.quantised import METHODS
@@ -193,6 +193,30 @@ def test_matrices_that_stayed_floats_are_read_in_place(checkpoint, tmp_path):
     assert f"{GATE}.weight" not in find(str(folder)).formats(None)[0]
 
 
+def test_codes_floats_of_the_copy_and_floats_of_the_file_go_together(broken, checkpoint, tmp_path):
+    """Each matrix has a format of its own, also under what is made of all of them."""
+    folder = broken("gptq in bfloat16", scales=lambda x: x * 2**-20)  # too small for fp16
+    state = load_file(folder / "model.safetensors")
+    up = GATE.replace("gate", "up")
+    for suffix in ("qweight", "qzeros", "scales", "g_idx"):
+        del state[f"{up}.{suffix}"]
+    exact = checkpoint("gptq in bfloat16").matrices
+    state[f"{up}.weight"] = exact[f"{up}.weight"].clone()
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    change_config(folder, quantization_config=GPTQ | {"dynamic": {f"-:{up}": {}}})
+    assert f"{up}.weight" not in find(str(folder)).formats(None)[0]
+    exact = exact | {f"{GATE}.weight": exact[f"{GATE}.weight"] * 2**-20}
+    model = load(folder)
+    names = {name: model.formats[name].name for name in exact}
+    assert names == dict.fromkeys(exact, "gptq") | {f"{GATE}.weight": "bfloat16", f"{up}.weight": "float32"}
+    assert all(torch.allclose(decoded(model, name), exact[name], rtol=0.01, atol=0) for name in exact)
+    assert main(["convert", str(folder), "--to", "int8", "-o", str(tmp_path / "out")]) == 0
+    for found in (load(folder, compress_weight="int8"), load(tmp_path / "out")):
+        assert {found.formats[name] for name in exact} == {Int8()}
+        for name, values in exact.items():
+            assert (decoded(found, name) - values).abs().max() < 0.01 * values.abs().max()
+
+
 def test_act_order_is_warned_of_once(checkpoint, caplog):
     with caplog.at_level(logging.WARNING):
         load(checkpoint("gptq in act-order").tiny.folder)
@@ -277,6 +301,8 @@ def test_no_copy_exceeds_the_disk_limit(checkpoint):
         (GPTQ | {"checkpoint_format": ["gptq"]}, "checkpoint_format ['gptq'] is not supported; known: gptq, gptq_v2"),
         (GPTQ | {"group_size": 48}, "groups of 48 inputs and words of 8 codes do not divide the 64 x 64 of"),
         (GPTQ | {"group_size": 0}, "group_size must be a whole number from 1"),
+        (GPTQ | {"dynamic": {"+:.*down_proj": {"bits": 8}}}, "gives '+:.*down_proj' other bits or groups"),
+        (GPTQ | {"dynamic": ["-:lm_head"]}, "dynamic must give settings of modules, not ['-:lm_head']"),
         (GPTQ | {"modules_to_not_convert": "lm_head"}, "modules_to_not_convert must be a list of texts"),
         (GPTQ | {"modules_to_not_convert": ["("]}, "a pattern of modules is invalid"),
         (tools.AWQ | {"version": "gemv"}, "version 'gemv' is not supported, only gemm"),
