@@ -334,10 +334,21 @@ def test_a_config_of_another_method_is_an_error(checkpoint, tmp_path):
     assert "has no tensor" in refusal(folder) or "no matrix with '.qweight'" in refusal(folder)
 
 
+@pytest.mark.parametrize("name", ["gptq", "fp8 blocks"])
+def test_a_checkpoint_in_floats_with_a_config_of_codes(checkpoint, tmp_path, name):
+    folder = shutil.copytree(checkpoint(name).tiny.folder, tmp_path / "model")
+    floats = checkpoint(name).tiny.folder.with_name(f"{name} dequantised")
+    shutil.copy(floats / "model.safetensors", folder)
+    says = refusal(folder)
+    assert "has only floats, though its quantization_config says" in says
+    assert says.endswith("delete quantization_config from its config.json")
+
+
 @pytest.mark.parametrize(
     "name, changes, message",
     [
         ("gptq", {"qweight": None}, f"has no tensor '{GATE}.qweight', though its quantization_config says gptq"),
+        ("gptq", {"qweight": lambda x: x.half()}, f"has '{GATE}.qweight' in float16 instead of codes, though"),
         ("gptq", {"scales": None}, f"has no tensor '{GATE}.scales', though its quantization_config says gptq"),
         ("gptq", {"qweight": lambda x: x[:-1]}, "qweight' in shape [7, 96], the config asks for [8, 96]"),
         ("gptq", {"g_idx": lambda x: x[:-1]}, "g_idx' in shape [63], the config asks for [64]"),
