@@ -51,6 +51,7 @@ class Checkpoint:
     def __init__(self, path: Path, layers: Seq[Layer] = (), dtype: torch.dtype = torch.float32, progress: bool = True):
         self.path = path
         self.copy_bytes = 0
+        self._origin = ""  # what the values of matrices depend on besides the files
         self.tensors: dict[str, Stored] = {}
         if is_gguf(path):
             self.files = parts(path)
@@ -83,7 +84,7 @@ class Checkpoint:
         # another config, or another dtype that a GGUF file was converted to, makes another copy
         made = [(name, shapes[name], form, self.find(name).format) for name, form in formats.items()]
         tensors = lambda: self.encoded(formats)
-        files = made_once(self.files, f"weights as {made}", tensors, len(formats), total, progress)
+        files = made_once(self.files, f"weights as {made}{self._origin}", tensors, len(formats), total, progress)
         self._take(files, formats, shapes)
 
     def encoded(self, formats: dict[str, Format]) -> Iterator[tuple[str, Tensor]]:
@@ -114,8 +115,8 @@ class Checkpoint:
         if disk_mem is not None and total > disk_mem:
             raise UserError(f"the quantised weights take {gib(total)} more on disk, and `disk_mem` is {gib(disk_mem)}")
         tensors = lambda: encoded(method, matrices)
-        kind = f"quantised weights {method.config.data} {shapes}"
-        self._take(made_once(self.files, kind, tensors, len(shapes), total, progress), formats, shapes)
+        self._origin = f"quantised weights {method.config.data} {shapes}"
+        self._take(made_once(self.files, self._origin, tensors, len(shapes), total, progress), formats, shapes)
         floats = [self.format(name) for name in formats if self.format(name).is_dense]
         if floats:
             log.warning(
