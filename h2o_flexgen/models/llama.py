@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 from torch import Tensor
 
@@ -36,12 +37,17 @@ class LlamaSpec(ModelSpec):
 
 
 def spec(
-    config: Config, kv_heads: int | None = None, head_dim: int | None = None, default_positions: int = 2048, **changes
+    config: Config,
+    kv_heads: int | None = None,
+    head_dim: int | None = None,
+    default_positions: int = 2048,
+    partial_rotary: float | None = None,
+    **changes,
 ) -> LlamaSpec:
-    """The spec of LLaMA or a family with its blocks. `kv_heads`, `head_dim` and `default_positions` are the family's
-    defaults; `changes` override fields."""
+    """The spec of LLaMA or a family with its blocks. `kv_heads`, `head_dim`, `default_positions` and `partial_rotary`
+    (as `partial` of `read_rope`) are the family's defaults; `changes` override fields."""
     sizes = config.sizes(kv_heads, head_dim)
-    rope, positions = read_rope(config, sizes["head_dim"], positions=default_positions)
+    rope, positions = read_rope(config, sizes["head_dim"], partial=partial_rotary, positions=default_positions)
     bias = config.flag("attention_bias", False)
     spec = LlamaSpec(
         model_type="llama",
@@ -115,10 +121,10 @@ def tensors(spec: LlamaSpec) -> list[Layer]:
 
 
 def block(spec: LlamaSpec, w: Weights, hidden: Tensor, positions: Positions | None, attend: Attend) -> Tensor:
-    x = rms_norm(w, "attn_norm", hidden, spec.eps)
-    hidden = attention(spec, w, x, positions, attend, spec.eps if spec.head_norms else None).add_(hidden)
-    x = rms_norm(w, "mlp_norm", hidden, spec.eps)
-    return mlp(spec, w, x).add_(hidden)
+    norm = partial(rms_norm, w, eps=spec.eps)
+    x = norm("attn_norm", hidden)
+    hidden = attention(spec, w, x, positions, attend, norm if spec.head_norms else None).add_(hidden)
+    return mlp(spec, w, norm("mlp_norm", hidden)).add_(hidden)
 
 
 def logits(spec: LlamaSpec, w: Weights, hidden: Tensor) -> Tensor:

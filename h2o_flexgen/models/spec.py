@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
+from typing import Self
 
 from h2o_flexgen.errors import UserError
 
@@ -17,6 +18,9 @@ MOST_LAYERS = 1000
 MOST_HEAD_DIM = 1 << 16
 #: the most elements of a group of experts, unless one of them has more: in 4 bits reads of some 10 MB for each matrix
 GROUP_ELEMENTS = 1 << 26
+#: types of layers in configs: those that see all earlier tokens, and those with a sliding window
+FULL = "full_attention"
+SLIDING = "sliding_attention"
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = 80
 #: {short name: (name in the checkpoint, shape)}
@@ -59,6 +63,10 @@ class ModelSpec:
     active: int = 0  # experts that a token goes through
     kinds: tuple[ModelSpec, ...] = ()  # of layers, if they differ: in window, RoPE, heads
     pattern: tuple[int, ...] = ()  # which of `kinds` each layer is
+
+    def layered(self, types: list[str], sliding: ModelSpec) -> Self:
+        """With layers of the types FULL, which have these sizes, and SLIDING, which have those of `sliding`."""
+        return replace(self, kinds=(self, sliding), pattern=tuple(int(kind == SLIDING) for kind in types))
 
     def at(self, layer: int) -> ModelSpec:
         """The sizes of one layer."""
@@ -236,6 +244,15 @@ class Config:
     def window(self, default: int | None = None) -> int | None:
         """Tokens of the sliding window; None for null."""
         return None if self.data.get("sliding_window", default) is None else self.size("sliding_window", default)
+
+    def layer_types(self, slides: Callable[[int], bool]) -> list[str]:
+        """FULL or SLIDING for each layer; without `layer_types` by its index."""
+        layers = self.size("num_hidden_layers", most=MOST_LAYERS)
+        types = self.data.get("layer_types")
+        if types is None:
+            return [SLIDING if slides(index) else FULL for index in range(layers)]
+        fits = lambda value: isinstance(value, list) and len(value) == layers and all(t in (FULL, SLIDING) for t in value)
+        return self._checked("layer_types", types, f"a list of {layers} times {FULL} or {SLIDING}", fits)
 
     def sizes(self, kv_heads: int | None = None, head_dim: int | None = None, grouped: bool = True) -> dict[str, int]:
         """The fields of a spec whose keys are the same in all families. `kv_heads` and `head_dim` are a family's

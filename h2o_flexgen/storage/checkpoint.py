@@ -28,6 +28,9 @@ from h2o_flexgen.storage.disk import DiskIO, File, wait
 from h2o_flexgen.storage.quantised import encoded, find_matrices
 from h2o_flexgen.storage.stored import DTYPES, Stored, parts_of, rows_of
 
+#: part of the names of a text model in a multimodal checkpoint
+TEXT_MODEL = "language_model."
+
 log = logging.getLogger(__name__)
 
 
@@ -147,7 +150,7 @@ class Checkpoint:
             self.tensors[name] = stored
 
     def add_file(self, path: Path) -> None:
-        self.tensors |= tensors_of(path)
+        self.tensors |= {name.replace(TEXT_MODEL, ""): stored for name, stored in tensors_of(path).items()}
 
     def find(self, name: str) -> Stored | None:
         """The tensor of a full name. A checkpoint saved from an inner module lacks up to two of its leading parts."""
