@@ -638,7 +638,8 @@ class GemmaOracle(LlamaOracle):
         return self.w["embed_tokens.weight"][tokens] * self.config.hidden_size**0.5
 
     def rms_norm(self, name, x):
-        return x / torch.sqrt((x * x).mean(-1, keepdim=True) + self.config.rms_norm_eps) * (1 + self.w[f"{name}.weight"])
+        square = (x * x).mean(-1, keepdim=True)
+        return x / torch.sqrt(square + self.config.rms_norm_eps) * (1 + self.w[f"{name}.weight"])
 
     def block(self, layer, x):
         at = f"layers.{layer}"

@@ -155,7 +155,7 @@ VARIANTS = {
         "gpt_neox_one_head_yarn": dict(**YARN, num_attention_heads=1, hidden_act="gelu_fast"),
     },
     "gemma2": {
-        "gemma2": dict(attn_logit_softcapping=5.0, final_logit_softcapping=20.0),
+        "gemma2": dict(attn_logit_softcapping=5.0, final_logit_softcapping=20.0, tie_word_embeddings=True),
         "gemma2_groups_of_3_untied_no_caps_linear": dict(
             **THREE, **LINEAR, head_dim=10, tie_word_embeddings=False, hidden_size=30, **NO_CAPS
         ),
@@ -163,11 +163,15 @@ VARIANTS = {
             **EIGHT, attention_bias=True, layer_types=[FULL, SLIDING], attn_logit_softcapping=3.0, vocab_size=77
         ),
         "gemma2_no_groups_windows_everywhere": dict(
-            num_key_value_heads=4, hidden_size=20, layer_types=[SLIDING] * 2, hidden_activation="silu", rms_norm_eps=1e-3
+            num_key_value_heads=4,
+            hidden_size=20,
+            layer_types=[SLIDING] * 2,
+            hidden_activation="silu",
+            rms_norm_eps=1e-3,
         ),
     },
     "gemma3_text": {
-        "gemma3_text": dict(),
+        "gemma3_text": dict(tie_word_embeddings=True),
         "gemma3_text_groups_of_3_linear_untied": dict(
             **THREE,
             rope_theta=5e4,

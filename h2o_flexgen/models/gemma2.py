@@ -12,7 +12,7 @@ from h2o_flexgen.models import llama
 from h2o_flexgen.models.llama import LlamaSpec
 from h2o_flexgen.models.parts import Attend, Gather, Weights, attention, centred_rms_norm, mlp, project
 from h2o_flexgen.models.rope import Positions
-from h2o_flexgen.models.spec import Config, Layer, vectors
+from h2o_flexgen.models.spec import FULL, SLIDING, Config, Layer, of_layers, vectors
 
 #: as in `llama.SIZES`, then query_pre_attn_scalar
 SIZES = {
@@ -60,8 +60,8 @@ def cap(config: Config, key: str) -> float | None:
 def spec(config: Config) -> GemmaSpec:
     config = Config(DEFAULTS | config.data, config.where)
     read = gemma_spec(config, model_type="gemma2", cap=cap(config, "attn_logit_softcapping"))
-    types = config.layer_types(lambda index: index % 2 == 0)
-    return read.layered(types, replace(read, window=config.window(4096)))
+    by_type = {FULL: read, SLIDING: replace(read, window=config.window(4096))}
+    return of_layers([by_type[kind] for kind in config.layer_types(lambda index: index % 2 == 0)])
 
 
 def configs(sizes: dict[str, tuple], **more) -> dict[str, dict]:

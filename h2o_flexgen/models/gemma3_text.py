@@ -8,7 +8,7 @@ from dataclasses import replace
 from h2o_flexgen.models import gemma2
 from h2o_flexgen.models.gemma2 import GemmaSpec, block, embed, gemma_spec, logits, tensors
 from h2o_flexgen.models.rope import read_rope
-from h2o_flexgen.models.spec import FULL, SLIDING, Config, shortened
+from h2o_flexgen.models.spec import FULL, SLIDING, Config, of_layers, shortened
 
 __all__ = ["block", "embed", "logits", "named", "spec", "tensors"]
 
@@ -38,8 +38,8 @@ def spec(config: Config) -> GemmaSpec:
     read = gemma_spec(_with_rope(config, FULL), model_type="gemma3_text", head_norms=True, positions=positions)
     rope, _ = read_rope(_with_rope(config, SLIDING), read.head_dim)
     period = config.size("sliding_window_pattern", 6)
-    types = config.layer_types(lambda index: (index + 1) % period != 0)
-    return read.layered(types, replace(read, rope=rope, window=config.window(4096)))
+    by_type = {FULL: read, SLIDING: replace(read, rope=rope, window=config.window(4096))}
+    return of_layers([by_type[kind] for kind in config.layer_types(lambda index: (index + 1) % period != 0)])
 
 
 def _with_rope(config: Config, kind: str) -> Config:

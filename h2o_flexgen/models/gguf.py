@@ -22,7 +22,7 @@ from h2o_flexgen.models.gguf_file import GGUFTensor, parts, read_model
 from h2o_flexgen.models.gguf_tokenizer import write_tokenizer
 from h2o_flexgen.models.llama import LLAMA3_ROPE
 from h2o_flexgen.models.registry import spec_of
-from h2o_flexgen.models.rope import frequencies
+from h2o_flexgen.models.rope import ORIGINAL, frequencies
 from h2o_flexgen.models.spec import FULL, SLIDING, Config, Layer, Rope, shortened
 from h2o_flexgen.utils.copies import converted
 from h2o_flexgen.utils.files import OTHER_HOME, cache_root
@@ -178,7 +178,11 @@ class GGUFFile:
         head_dim = config["head_dim"]
         window = self._get("attention.sliding_window", 2047 if self._get("context_length") == 4096 else 0)
         partial = self._size("rope.dimension_count", head_dim) / head_dim
-        return {"partial_rotary_factor": partial, "sliding_window": window or None}
+        return {
+            "partial_rotary_factor": partial,
+            "sliding_window": window or None,
+            ORIGINAL: self._get("rope.scaling.original_context_length", 4096),
+        }
 
     def _layers(self) -> int:
         count = self._size("block_count")

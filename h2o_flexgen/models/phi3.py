@@ -1,5 +1,5 @@
-"""Phi-3, Phi-3.5 (arXiv 2404.14219), Phi-4 (arXiv 2412.08905) and Phi-4-mini: LLaMA's blocks with one matrix for queries,
-keys and values, and one for the MLP's gate and up."""
+"""Phi-3 and Phi-3.5 (arXiv 2404.14219), Phi-4 (arXiv 2412.08905), Phi-4-mini: LLaMA's blocks with one matrix for
+queries, keys and values, and one for the MLP's gate and up."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from h2o_flexgen.models import llama
 from h2o_flexgen.models.llama import LlamaSpec, embed, logits
 from h2o_flexgen.models.parts import Attend, Weights, activation, project, rms_norm
-from h2o_flexgen.models.rope import Positions, read_rope, rotation
+from h2o_flexgen.models.rope import ORIGINAL, Positions, rotation
 from h2o_flexgen.models.spec import Config, Layer, matrix
 
 __all__ = ["block", "embed", "logits", "named", "spec", "tensors"]
@@ -24,6 +24,7 @@ SIZES = {
 
 
 def spec(config: Config) -> LlamaSpec:
+    config = Config({ORIGINAL: 4096} | config.data, config.where)
     read = llama.spec(
         config,
         default_positions=4096,
@@ -48,7 +49,6 @@ def named() -> dict[str, dict]:
         if config["max_position_embeddings"] == 131072:
             ones = [1.0] * 48
             config["rope_scaling"] = {"type": "longrope", "short_factor": ones, "long_factor": ones}
-            config["original_max_position_embeddings"] = 4096
     found["microsoft/Phi-4-mini-instruct"] |= {"partial_rotary_factor": 0.75, "eos_token_id": 199999}
     found["microsoft/phi-4"]["eos_token_id"] = 100265
     return found

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
-from typing import Self
 
 from h2o_flexgen.errors import UserError
 
@@ -64,10 +63,6 @@ class ModelSpec:
     kinds: tuple[ModelSpec, ...] = ()  # of layers, if they differ: in window, RoPE, heads
     pattern: tuple[int, ...] = ()  # which of `kinds` each layer is
 
-    def layered(self, types: list[str], sliding: ModelSpec) -> Self:
-        """With layers of the types FULL, which have these sizes, and SLIDING, which have those of `sliding`."""
-        return replace(self, kinds=(self, sliding), pattern=tuple(int(kind == SLIDING) for kind in types))
-
     def at(self, layer: int) -> ModelSpec:
         """The sizes of one layer."""
         return self.kinds[self.pattern[layer]] if self.kinds else self
@@ -109,6 +104,13 @@ class ModelSpec:
         if self.window is not None and needed > self.window:
             window = f"sliding window of {self.window} tokens, which is not supported"
             raise UserError(f"{is_longer} {window}: shorten {what}")
+
+
+def of_layers(layers: Sequence[ModelSpec]) -> ModelSpec:
+    """The spec of a model from those of its layers. Where these differ, its own sizes are those of the kind that comes
+    last."""
+    kinds = tuple(dict.fromkeys(layers))
+    return kinds[0] if len(kinds) == 1 else replace(kinds[-1], kinds=kinds, pattern=tuple(map(kinds.index, layers)))
 
 
 @dataclass(frozen=True)
@@ -251,8 +253,9 @@ class Config:
         types = self.data.get("layer_types")
         if types is None:
             return [SLIDING if slides(index) else FULL for index in range(layers)]
-        fits = lambda value: isinstance(value, list) and len(value) == layers and all(t in (FULL, SLIDING) for t in value)
-        return self._checked("layer_types", types, f"a list of {layers} times {FULL} or {SLIDING}", fits)
+        what = f"a list of {layers} times {FULL} or {SLIDING}"
+        self._checked("layer_types", types, what, lambda value: isinstance(value, list) and len(value) == layers)
+        return self._checked("layer_types", types, what, lambda value: all(kind in (FULL, SLIDING) for kind in value))
 
     def sizes(self, kv_heads: int | None = None, head_dim: int | None = None, grouped: bool = True) -> dict[str, int]:
         """The fields of a spec whose keys are the same in all families. `kv_heads` and `head_dim` are a family's
