@@ -177,7 +177,9 @@ def empty_slots(B, heads, S, generator):
     return empty
 
 
-def assert_cached_like_naive(B, KV, group, D, segments, per_head, seed, dtype=torch.float32, atol=1e-5, softmax=None, **how):
+def assert_cached_like_naive(
+    B, KV, group, D, segments, per_head, seed, dtype=torch.float32, atol=1e-5, softmax=None, **how
+):
     """Attention over segments is attention over their slots; all heads of a group share a KV head's slots."""
     generator = torch.Generator().manual_seed(seed)
     S = sum(segments)
