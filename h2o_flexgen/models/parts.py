@@ -21,8 +21,9 @@ from h2o_flexgen.models.spec import ModelSpec
 Weights = dict[str, Tensor]
 #: linear layers whose input does not come from a norm, so that its outliers are not in the same few columns
 INNER = ("out", "down")
-#: q (N, H, D), k and v (N, KV heads, D) -> context, shaped as q; knows the texts of the tokens, and their KV cache
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+#: q (N, H, D), k and v (N, KV heads, D), and the sinks (H,) of a family that has some (`kernels.attention.Softmax`) ->
+#: context, shaped as q; knows the texts of the tokens, and their KV cache
+Attend = Callable[..., Tensor]
 #: (short name, ids (N,)) -> rows of a gathered tensor (N, width)
 Gather = Callable[[str, Tensor], Tensor]
 #: (short name, x (..., E)) -> x after that norm
@@ -57,8 +58,9 @@ def attention(
     spec: ModelSpec, w: Weights, x: Tensor, positions: Positions | None, attend: Attend, norm: Norm | None = None
 ) -> Tensor:
     """Attention with matrices q, k, v and out: x (N, E) -> (N, E). With `norm` the queries and keys of each head go
-    through the norms q_norm and k_norm before they are rotated."""
-    return project(w, "out", attend(*_heads(spec, w, x, positions, norm)).flatten(1))
+    through the norms q_norm and k_norm before they are rotated. `sinks` are handed on if there are such."""
+    sinks = [w["sinks"]] if "sinks" in w else []
+    return project(w, "out", attend(*_heads(spec, w, x, positions, norm), *sinks).flatten(1))
 
 
 def _heads(spec: ModelSpec, w: Weights, x: Tensor, positions: Positions | None, norm: Norm | None) -> tuple:

@@ -80,30 +80,26 @@ class ModelSpec:
     def kv_width(self) -> int:
         return self.kv_heads * self.head_dim
 
-    @property
-    def context(self) -> int:
-        """The most tokens that attention may span."""
-        return min(self.positions, self.window or self.positions)
-
     def check_length(self, prompt_len: int, gen_len: int = 0, rolling: bool = False) -> None:
         """Raises UserError for lengths of a prompt and its output that exceed the model's. With `rolling` positions the
         output has no limit. Without an output the prompt is a text to be scored, whose last token is never an input."""
         is_longer = f"the text has {prompt_len} tokens, more than the model's"
-        what = "the text"
         needed = prompt_len - 1
         if gen_len and rolling:
             is_longer = f"prompt of {prompt_len} tokens is longer than the model's"
-            what = "it"
             needed = prompt_len
         elif gen_len:
             is_longer = f"prompt of {prompt_len} tokens + output of {gen_len} is longer than the model's"
-            what = "the prompt or the output"
             needed = prompt_len + gen_len
         if needed > self.positions:
             raise UserError(f"{is_longer} {self.positions} positions")
-        if self.window is not None and needed > self.window:
-            window = f"sliding window of {self.window} tokens, which is not supported"
-            raise UserError(f"{is_longer} {window}: shorten {what}")
+
+
+def of_layers(layers: Sequence[ModelSpec]) -> ModelSpec:
+    """The spec of a model from those of its layers. Where these differ, its own sizes are those of the kind that comes
+    last."""
+    kinds = tuple(dict.fromkeys(layers))
+    return kinds[0] if len(kinds) == 1 else replace(kinds[-1], kinds=kinds, pattern=tuple(map(kinds.index, layers)))
 
 
 def of_layers(layers: Sequence[ModelSpec]) -> ModelSpec:

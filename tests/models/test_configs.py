@@ -189,8 +189,9 @@ def test_a_family_without_grouped_attention_reads_no_kv_heads(model_type):
 @pytest.mark.parametrize("model_type", ["qwen2", "qwen3"])
 def test_the_sliding_window_of_qwen(model_type, changes, window):
     config = config_of(model_type, **changes)
-    assert spec_of(config).window == window
-    assert_means(spec_of(config), transformers_config(config))
+    spec = spec_of(config)
+    assert window in {spec.at(layer).window for layer in range(spec.layers)} <= {None, window}
+    assert_means(spec, transformers_config(config))
 
 
 # Gemma
@@ -632,8 +633,6 @@ def test_a_prompt_longer_than_the_positions_is_refused(tiny, name):
         spec.check_length(spec.positions - 5, 6)
 
 
-def test_a_prompt_longer_than_the_sliding_window_is_refused():
+def test_a_prompt_may_be_longer_than_the_sliding_window():
     spec = spec_of(config_of("mistral", sliding_window=20))
-    spec.check_length(14, 6)
-    with pytest.raises(UserError, match="15 tokens .* 6 .*sliding window of 20"):
-        spec.check_length(15, 6)
+    spec.check_length(spec.positions - 6, 6)
