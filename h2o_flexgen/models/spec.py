@@ -102,13 +102,6 @@ def of_layers(layers: Sequence[ModelSpec]) -> ModelSpec:
     return kinds[0] if len(kinds) == 1 else replace(kinds[-1], kinds=kinds, pattern=tuple(map(kinds.index, layers)))
 
 
-def of_layers(layers: Sequence[ModelSpec]) -> ModelSpec:
-    """The spec of a model from those of its layers. Where these differ, its own sizes are those of the kind that comes
-    last."""
-    kinds = tuple(dict.fromkeys(layers))
-    return kinds[0] if len(kinds) == 1 else replace(kinds[-1], kinds=kinds, pattern=tuple(map(kinds.index, layers)))
-
-
 @dataclass(frozen=True)
 class Unit:
     """Tensors that are staged and used together: a layer, or a group of its experts."""
