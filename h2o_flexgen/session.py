@@ -245,7 +245,7 @@ def choose(
         PlanError: as `Planner.choose`.
     """
     spec = planner.model.spec
-    positions = spec.context
+    positions = spec.positions
     count = whole_number("`count`", count, 1)
     chunk = whole_number("`chunk`", chunk, 1)
     if kv_budget is None:

@@ -43,6 +43,14 @@ class Slots(NamedTuple):
     empty: np.ndarray  # (B, H or 1, S) bool, those without a token; without elements if there are none
 
 
+class Softmax(NamedTuple):
+    """How products of queries and keys become probabilities."""
+
+    scale: float  # of the products
+    cap: float  # a product x becomes cap * tanh(x / cap); 0: no cap
+    sinks: np.ndarray  # (n, G) float32, one more logit of each query head; without elements if there are none
+
+
 # innermost loops, on addresses
 
 
@@ -186,11 +194,19 @@ def _widen(kind, address, nbytes, count, D, rows, width, scales):
 
 
 @njit(nogil=True, fastmath=SUMS)
-def _softmax(x):
-    most = np.float32(-np.inf)
+def _cap(x, cap):
+    for s in range(len(x)):
+        e = exp(np.float32(-2) * abs(x[s]) / cap)
+        x[s] = np.copysign(cap * (np.float32(1) - e) / (np.float32(1) + e), x[s])
+
+
+@njit(nogil=True, fastmath=SUMS)
+def _softmax(x, sink):
+    """Logits become probabilities, as if `sink` were one more of them."""
+    most = sink
     for s in range(len(x)):
         most = max(most, x[s])
-    total = np.float32(0)
+    total = exp(sink - most)
     for s in range(len(x)):
         x[s] = exp(x[s] - most)
         total += x[s]
@@ -256,22 +272,24 @@ def _sums(values, sizes, cached_len, h, total, rows, scales, p):
 
 
 @njit(nogil=True, cache=True)
-def attend(begin, end, keys, values, slots, q, context, received):
+def attend(begin, end, cache, softmax, q, context, received):
     """Attention of one query per query head, for the KV heads `begin` to `end` of n.
 
     Args:
-        keys, values: `Vectors`; slots: `Slots`; as plain tuples.
+        cache: keys (`Vectors`), values (`Vectors`) and `Slots`; these and `softmax` (`Softmax`) as plain tuples.
         q: (n, G, D) floats, as from `threads.float_array`; context: the same, written.
         received: (n, S) float32, to which the attention that each slot receives from its G queries is added; without
             elements if not wanted.
     """
-    keys = Vectors(*keys)
-    values = Vectors(*values)
-    sizes, cached_len, empty = slots
+    keys = Vectors(*cache[0])
+    values = Vectors(*cache[1])
+    sizes, cached_len, empty = cache[2]
+    softmax = Softmax(*softmax)
+    scale = np.float32(softmax.scale)
+    cap = np.float32(softmax.cap)
     G, D = q.shape[1:]
     heads = len(q) // len(cached_len)
     width = -(-D // LANES) * LANES
-    scale = np.float32(1 / np.sqrt(D))
     rows = np.zeros((VECTORS, width), np.float32)
     scales = np.empty((2, VECTORS), np.float32)
     query = np.zeros((G, width), np.float32)
@@ -286,11 +304,13 @@ def attend(begin, end, keys, values, slots, q, context, received):
                 query[g, i] = float_of(q[h, g, i]) * scale
         _logits(keys, sizes, count, h, query, rows, scales, p)
         for g in range(G):
+            if cap:
+                _cap(p[g, :count], cap)
             if empty.size:
                 for s in range(count):
                     if empty[b, h % empty.shape[1], s]:
                         p[g, s] = -np.inf
-            _softmax(p[g, :count])
+            _softmax(p[g, :count], softmax.sinks[h, g] if softmax.sinks.size else np.float32(-np.inf))
             if received.size:
                 for s in range(count):
                     received[h, s] += p[g, s]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from math import inf
 from pathlib import Path
 
 import torch
@@ -195,11 +196,13 @@ def scheduler_of(stores: Stores, rows: Iterable[Sequence], window: int) -> Sched
     """The scheduler of a job."""
     job = stores.job
     spec = stores.model.spec
+    ropes = {spec.at(layer).rope for layer in range(spec.layers)} - {None}
+    alike = min(map(unchanged, ropes), default=inf)
 
     def shareable(s: Sequence) -> int:
         """Not the last tokens, since logits and voters need the end of the prompt itself; nothing where RoPE rotates a
         long text differently from its beginning."""
-        if spec.rope is not None and len(s.prompt) > unchanged(spec.rope):
+        if len(s.prompt) > alike:
             return 0
         return max(0, min(s.wanted, len(s.prompt) - max(1, job.rule.voters), job.shared_tokens))
 

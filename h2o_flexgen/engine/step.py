@@ -215,27 +215,27 @@ class Walk:
 
     # attention
 
-    def _attend(self, j: int, chunk: Chunk, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q (N, H, D), k and v (N, KV, D) of a chunk -> context (N, H, D)."""
+    def _attend(self, j: int, chunk: Chunk, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+        """q (N, H, D), k and v (N, KV, D) of a chunk, sinks (H,) -> context (N, H, D)."""
         parts = zip(chunk.pieces, *(x.split(chunk.sizes) for x in (q, k, v)))
-        contexts = [self._piece(j, *part) for part in parts]
+        contexts = [self._piece(j, *part, sinks) for part in parts]
         return contexts[0] if len(contexts) == 1 else torch.cat(contexts)
 
-    def _piece(self, j: int, piece: Piece, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _piece(self, j: int, piece: Piece, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         interrupts.check()
         batch = piece.batch
         has_cache = self.stores.has_cache and bool(piece.places)
         if has_cache and piece is self._first[batch]:
             self._open[batch] = self._opened(j, batch)
         if piece.is_prompt:
-            context = self._read(j, piece, q, k, v)
+            context = self._read(j, piece, q, k, v, sinks)
         else:
-            context = self._decode(j, piece, q, k, v)
+            context = self._decode(j, piece, q, k, v, sinks)
         if has_cache and piece is self._final[batch]:
             self._close(j, batch)
         return context
 
-    def _read(self, j: int, piece: Piece, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _read(self, j: int, piece: Piece, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         """Prefill. q, k, v (N, heads, D) of the prompts' tokens."""
         rule = self.stores.rules[j]
         device = self.device.torch_device
@@ -245,23 +245,25 @@ class Walk:
             with self._open[piece.batch].rows(piece.places) as cache:
                 if self.stores.is_stream:
                     past = rule.past(cache, piece.lengths.length, piece.prompt_ends, self.dtype).to(device)
-                context, text = rule.read(q, k, v, piece.lengths, past, cache.form)
+                context, text = rule.read(q, k, v, piece.lengths, past, cache.form, sinks)
                 rule.keep(cache, text.to(cache.k[0].device))
         else:
-            context, text = rule.read(q, k, v, piece.lengths, past, self.stores.form)
+            context, text = rule.read(q, k, v, piece.lengths, past, self.stores.form, sinks)
             if not piece.places:
                 piece.rows[0].texts[j] = text.tail(piece.shared)
         for node in piece.frees:
             del node.texts[j]
         return piece.flat(context)
 
-    def _decode(self, j: int, piece: Piece, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _decode(self, j: int, piece: Piece, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         """q, k, v (B, heads, D) of each row's newest token."""
         cache = self._open[piece.batch]
         # with attention on the CPU the cache stays in RAM, and the query goes to it
-        q, k, v = (x[:, :, None].to(cache.k[0].device) for x in (q, k, v))
+        device = cache.k[0].device
+        q, k, v = (x[:, :, None].to(device) for x in (q, k, v))
+        sinks = None if sinks is None else sinks.to(device)
         with cache.rows(piece.places) as rows:
-            context, slots = self.stores.rules[j].decode(rows, q, k, v, piece.lengths)
+            context, slots = self.stores.rules[j].decode(rows, q, k, v, piece.lengths, sinks)
         self._slots[piece.batch] = slots
         return context[:, :, 0].to(self.device.torch_device)
 

@@ -93,7 +93,7 @@ class HarnessLM(TemplateLM):
         spec = self.llm.spec
         if self.tokenizer is None:
             raise UserError(f"{self.llm.model.name} has no tokenizer, and the tasks of the harness are texts")
-        most = min(spec.positions, spec.window or spec.positions)
+        most = spec.positions
         self.max_length = most if max_length is None else max_length
         if not (type(self.max_length) is int and 1 <= self.max_length <= most):
             raise UserError(f"`max_length` must be a whole number up to {most}, the most that this model can take")

@@ -8,6 +8,7 @@ D elements of a head, S slots of a segment.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -29,60 +30,123 @@ QUERY_CHUNK = {"cpu": 128, "cuda": 256}
 
 #: keys (n, 1, S, D) of some KV heads, and their places among all B * KV -> the same, rotated
 Rotate = Callable[[Tensor, slice], Tensor]
+#: the age of a place without a token: older than any window
+EMPTY = 1 << 30
+
+
+class Softmax(NamedTuple):
+    """How products of queries and keys become probabilities, where a layer does it differently.
+
+    Attributes:
+        scale: of the products; None: D ** -0.5.
+        cap: a product x becomes cap * tanh(x / cap) before the mask (Gemma 2, arXiv 2408.00118, section 2); None: no
+            cap.
+        window: a query sees its own token and the `window` - 1 tokens before it (arXiv 2004.05150, section 3.1); None:
+            all before it.
+        sinks: (H,), or (B, H), floats: one more logit for each query head, which takes its share of the probabilities
+            and adds nothing to the context (gpt-oss, arXiv 2508.10925, section 2.3); None: none.
+    """
+
+    scale: float | None = None
+    cap: float | None = None
+    window: int | None = None
+    sinks: Tensor | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a query sees all tokens before it, and the probabilities of these are a softmax of the products."""
+        return self.cap is None and self.window is None and self.sinks is None
+
+    def with_sinks(self, sinks: Tensor | None) -> Softmax:
+        return self if sinks is None else self._replace(sinks=sinks)
+
+    def within(self, tokens: int) -> Softmax:
+        """The same for texts of at most so many tokens."""
+        return self if self.window is None or self.window < tokens else self._replace(window=None)
+
+    def scale_of(self, head_dim: int) -> float:
+        return head_dim**-0.5 if self.scale is None else self.scale
+
+    def sinks_of(self, B: int, KV: int) -> Tensor | None:
+        """The sinks (B * KV, G) fp32 of the query heads of each KV head."""
+        if self.sinks is None:
+            return None
+        return self.sinks.float().expand(B, self.sinks.shape[-1]).reshape(B * KV, -1)
+
+
+PLAIN = Softmax()
+
+
+def _with_sinks(p: Tensor, largest: Tensor, sinks: Tensor) -> Tensor:
+    """Probabilities p (..., S) scaled in place as if the logits of each row, the largest of which is given (...), had
+    included one more, its sink (...)."""
+    log_sum = largest - p.amax(-1).log()
+    return p.mul_(torch.sigmoid(log_sum - sinks)[..., None])
 
 
 # over a prompt
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax = PLAIN) -> Tensor:
     """q (B, H, T, D), k and v (B, KV, N, D) -> context (B, H, T, D), where the queries belong to the last T of N
     tokens. No real query sees padding on the right."""
-    if q.shape[2] < k.shape[2]:
-        return _chunked(q, k, v)
+    softmax = softmax.within(k.shape[2])
+    if q.shape[2] < k.shape[2] or not softmax.is_plain:
+        return _chunked(q, k, v, softmax)
     grouped = q.shape[1] != k.shape[1]
     # torch's flash kernel takes grouped heads directly; its other kernels would repeat K and V, hold fp32 (T, T)
     # matrices of a whole batch in bf16 on GPUs, and be up to twice as slow as chunked matmuls in bf16 on CPUs
     flash = q.is_cuda and q.dtype != torch.float32 and torch.cuda.get_device_capability(q.device) >= (8, 0)
     if not flash and (grouped or (q.dtype == torch.bfloat16 and not prefers_fp32(q))):
-        return _chunked(q, k, v)
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        return _chunked(q, k, v, softmax)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=softmax.scale, enable_gqa=grouped)
 
 
 def causal_attention_with_scores(
-    q: Tensor, k: Tensor, v: Tensor, weights: Tensor, empty: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weights: Tensor,
+    ages: Tensor | None = None,
+    softmax: Softmax = PLAIN,
 ) -> tuple[Tensor, Tensor]:
     """`causal_attention`, and the attention that every token receives from the queries of its sequence.
 
     Args:
         k, v: (B, KV, N, D); the queries belong to the last T of these N tokens, and see all tokens before them.
         weights: (B, T) fp32, how much each query counts; 0 for padding.
-        empty: (B, N - T) bool, places before the queries' tokens that hold no token; None if there are none.
+        ages: (1 or B, 1 or KV, N - T) int32, how many tokens before the first query each key before it is, EMPTY for a
+            place without a token; None if they are the tokens right before it.
 
     Returns:
         context (B, H, T, D) and score (B, KV, N) fp32; score[j] = sum of weights[i] p[i, j] over the queries i >= j
         of all heads of the group.
     """
-    KV = k.shape[1]
+    B, KV, N, _ = k.shape
     score = torch.zeros(k.shape[:3], dtype=torch.float32, device=q.device)
     weights = weights.repeat_interleave(KV, 0)
-    empty = None if empty is None else empty.repeat_interleave(KV, 0)
-    return _chunked(q, k, v, score.flatten(0, 1), weights, empty), score
+    if ages is None:
+        softmax = softmax.within(N)
+    else:
+        ages = ages.expand(B, KV, -1).flatten(0, 1)
+    return _chunked(q, k, v, softmax, score.flatten(0, 1), weights, ages), score
 
 
 def _chunked(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    softmax: Softmax,
     score: Tensor | None = None,
     weights: Tensor | None = None,
-    empty: Tensor | None = None,
+    ages: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of a few KV heads and a chunk of queries at a time, over the keys up to the chunk's end, so that
     no (T, N) matrix of a whole batch is ever in memory.
 
     Args:
         score: (B * KV, N) fp32, to which the attention that each key receives is added, with `weights` (B * KV, T).
-        empty: (B * KV, N - T) bool.
+        ages: (B * KV, N - T) int32.
     """
     B, H, T, D = q.shape
     KV, N = k.shape[1:3]
@@ -90,25 +154,43 @@ def _chunked(
     q = q.reshape(B * KV, G, T, D)
     k = k.reshape(B * KV, N, D)
     v = v.reshape(B * KV, N, D)
+    sinks = softmax.sinks_of(B, KV)
     context = torch.empty_like(q)
     chunk = min(QUERY_CHUNK[q.device.type], T)
-    few = min(B * KV, max(1, CHUNK_ELEMENTS[q.device.type] // (G * chunk * N)))
-    scratch = _Scratch(few * G * chunk * N, chunk, q)
+    most = chunk_keys(chunk, N, softmax.window, 0 if ages is None else N - T)
+    few = min(B * KV, max(1, CHUNK_ELEMENTS[q.device.type] // (G * chunk * most)))
+    scratch = _Scratch(few * G * chunk * most, chunk, q, softmax)
     for first in range(0, B * KV, few):
         heads = slice(first, first + few)
         few_q, few_k, few_v = (x[heads].float() if scratch.widens else x[heads] for x in (q, k, v))
+        few_ages = None if ages is None else ages[heads]
         for begin in range(0, T, chunk):
             queries = slice(begin, min(begin + chunk, T))
-            seen = N - T + queries.stop
-            logits = scratch.causal_logits(few_q[:, :, queries], few_k[:, :seen])
-            if empty is not None:
-                logits[..., : N - T].masked_fill_(empty[heads, None], float("-inf"))
-            p = scratch.softmax(logits)
+            keys = slice(_first_key(N - T, begin, softmax.window, ages is not None), N - T + queries.stop)
+            logits = scratch.causal_logits(few_q[:, :, queries], few_k[:, keys])
+            if softmax.window is not None:
+                scratch.hide_old(logits, N - T + begin - softmax.window + 1, keys.start, 0 if ages is None else N - T)
+            if ages is not None and keys.start == 0:
+                scratch.hide_past(logits, few_ages, queries)
+            p = scratch.probabilities(logits, None if sinks is None else sinks[heads])
             if score is not None:
                 weight = weights[heads, queries].repeat(1, G)[:, None]
-                score[heads, :seen] += torch.bmm(weight, p)[:, 0]
-            scratch.write_context(p, few_v[:, :seen], context[heads, :, queries])
+                score[heads, keys] += torch.bmm(weight, p)[:, 0]
+            scratch.write_context(p, few_v[:, keys], context[heads, :, queries])
     return context.view(B, H, T, D)
+
+
+def chunk_keys(chunk: int, tokens: int, window: int | None, scattered: int = 0) -> int:
+    """The most keys that a chunk of queries is multiplied with, of `tokens`; the first `scattered` of these have any
+    age."""
+    return tokens if window is None else min(tokens, scattered + chunk + window - 1)
+
+
+def _first_key(cached_len: int, begin: int, window: int | None, scattered: bool) -> int:
+    """The first key that some query of a chunk from `begin` on may see. `scattered`: the `cached_len` keys before the
+    queries have any age."""
+    oldest = 0 if window is None else max(0, cached_len + begin - window + 1)
+    return 0 if scattered and oldest < cached_len else oldest
 
 
 class _Scratch:
@@ -117,8 +199,11 @@ class _Scratch:
     heads, n queries, S keys.
     """
 
-    def __init__(self, elements: int, chunk: int, q: Tensor):
+    def __init__(self, elements: int, chunk: int, q: Tensor, softmax: Softmax):
         self.widens = prefers_fp32(q)
+        self.scale = softmax.scale_of(q.shape[-1])
+        self.cap = softmax.cap
+        self.window = softmax.window
         self.p = torch.empty(elements, dtype=torch.float32, device=q.device)
         in_fp32 = self.widens or q.dtype == torch.float32
         self.logits = self.p if in_fp32 else torch.empty_like(self.p, dtype=q.dtype)
@@ -126,23 +211,55 @@ class _Scratch:
         self.copies_logits = not in_fp32 and not (q.is_cuda and q.dtype == torch.float16)
         # a minimum with this takes a tenth of the time of filling by a mask. NaN stays NaN: a key that overflows
         # spoils its chunk (padding repeats a prompt's own token, `engine.batch`)
-        future = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).triu(1)
-        self.ceiling = torch.where(future, float("-inf"), float("inf")).to(self.logits.dtype)
+        square = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device)
+        self.ceiling = self._ceiling(square.triu(1))
+        self.old = None if self.window is None else self._ceiling(square.tril(-1))
+
+    def _ceiling(self, hidden: Tensor) -> Tensor:
+        return torch.where(hidden, float("-inf"), float("inf")).to(self.logits.dtype)
 
     def causal_logits(self, q: Tensor, k: Tensor) -> Tensor:
-        """q (h, G, n, D) of the last n tokens of k (h, S, D) -> (h, G * n, S), -inf where a key is behind the query."""
+        """q (h, G, n, D) of the last n tokens of k (h, S, D) -> (h, G, n, S), -inf where a key is behind the query."""
         h, G, n, D = q.shape
         S = k.shape[1]
         logits = self.logits[: h * G * n * S].view(h, G * n, S)
-        torch.bmm(q.reshape(h, G * n, D) * D**-0.5, k.transpose(1, 2), out=logits)
-        own = logits.view(h, G, n, S)[..., S - n :]
+        torch.bmm(q.reshape(h, G * n, D) * self.scale, k.transpose(1, 2), out=logits)
+        if self.cap is not None:
+            logits.div_(self.cap).tanh_().mul_(self.cap)
+        logits = logits.view(h, G, n, S)
+        own = logits[..., S - n :]
         torch.minimum(own, self.ceiling[:n, :n], out=own)
         return logits
 
-    def softmax(self, logits: Tensor) -> Tensor:
-        """Probabilities in fp32."""
+    def hide_old(self, logits: Tensor, oldest: int, start: int, first: int) -> None:
+        """Hide from each query of logits (h, G, n, S) the keys before its window.
+
+        Args:
+            oldest: the first query's oldest key, if all keys stood side by side.
+            start: the first of the S keys.
+            first: the first key of those side by side.
+        """
+        n = logits.shape[2]
+        begin = max(start, first)
+        missing = begin - oldest  # keys of the first query's window
+        if missing < n:
+            part = logits[..., begin - start : begin - start + n - missing]
+            torch.minimum(part, self.old[:n, missing:n], out=part)
+
+    def hide_past(self, logits: Tensor, ages: Tensor, queries: slice) -> None:
+        """Hide from these queries the first keys, of the given ages (h, L), where there is no token or none within the
+        window."""
+        limit = torch.full((1, 1), EMPTY, device=ages.device)
+        if self.window is not None:
+            limit = self.window - torch.arange(queries.start, queries.stop, device=ages.device)[:, None]
+        logits[..., : ages.shape[1]].masked_fill_((ages[:, None] >= limit)[:, None], float("-inf"))
+
+    def probabilities(self, logits: Tensor, sinks: Tensor | None) -> Tensor:
+        """Logits (h, G, n, S) and sinks (h, G) -> probabilities (h, G * n, S) in fp32."""
+        largest = None if sinks is None else logits.amax(-1).float()
         p = self.p[: logits.numel()].view(logits.shape)
-        return torch.softmax(p.copy_(logits) if self.copies_logits else logits, -1, dtype=torch.float32, out=p)
+        p = torch.softmax(p.copy_(logits) if self.copies_logits else logits, -1, dtype=torch.float32, out=p)
+        return (p if sinks is None else _with_sinks(p, largest, sinks[..., None])).flatten(1, 2)
 
     def write_context(self, p: Tensor, v: Tensor, out: Tensor) -> None:
         """Write p (h, G * n, S) @ v (h, S, D) into out (h, G, n, D). In 16 bits p replaces the logits."""
@@ -155,12 +272,14 @@ class _Scratch:
             torch.bmm(p, v, out=rows)
 
 
-def prefill_pairs(length: int, device: str, cached_len: int = 0) -> int:
+def prefill_pairs(length: int, device: str, cached_len: int = 0, window: int | None = None) -> int:
     """Pairs of query and key that attention over a prompt behind `cached_len` tokens computes for one head: chunks of
-    queries, each over all keys up to its end. `device`: "cpu" or "cuda"."""
-    chunk = QUERY_CHUNK[device]
-    ends = [min(begin + chunk, length) for begin in range(0, length, chunk)]
-    return sum((end - begin) * (cached_len + end) for begin, end in zip([0, *ends], ends))
+    queries, each over all keys up to its end that a query may see. `device`: "cpu" or "cuda"."""
+    pairs = 0
+    for begin in range(0, length, QUERY_CHUNK[device]):
+        end = min(begin + QUERY_CHUNK[device], length)
+        pairs += (end - begin) * (cached_len + end - _first_key(cached_len, begin, window, False))
+    return pairs
 
 
 # over a cache
@@ -179,6 +298,7 @@ def cached_attention(
     empty: Tensor | None = None,
     rotate: Rotate | None = None,
     form: KVFormat | None = None,
+    softmax: Softmax = PLAIN,
 ) -> tuple[Tensor, Tensor | None]:
     """One query per sequence and head over the slots of a cache.
 
@@ -189,6 +309,7 @@ def cached_attention(
         empty: (B, KV, sum of S) or (B, 1, sum of S) bool, slots that hold no token; None if there are none.
         rotate: applied to keys before they are used, if they are cached unrotated.
         form: how vectors are stored; None: as floats of D elements.
+        softmax: without regard to its window: slots hold no token outside it.
 
     Returns:
         context (B, H, 1, D), and per KV head the attention that each slot receives from the heads of its group
@@ -196,31 +317,35 @@ def cached_attention(
     """
     form = form or KVFormat.dense(q.dtype)
     if rotate is None and by_loops(q.device):
-        return _cached_attention_by_loops(q, k, v, cached_len, empty, form)
+        return _cached_attention_by_loops(q, k, v, cached_len, empty, form, softmax)
     if cached_len is not None:
         slots = torch.arange(sum(x.shape[2] for x in k), device=q.device)
         empty = slots >= cached_len.to(q.device, non_blocking=True)[:, None, None]
     # `prefers_fp32` is about a prompt's many queries: with one query torch's fp16 matmul always took ten times as long
     no_matmul = not form.is_dense or (not q.is_cuda and (q.dtype == torch.float16 or prefers_fp32(q)))
     if rotate is not None or no_matmul:
-        return _cached_attention_by_parts(q, k, v, empty, rotate, form)
-    return _cached_attention_by_matmuls(q, k, v, empty)
+        return _cached_attention_by_parts(q, k, v, empty, rotate, form, softmax)
+    return _cached_attention_by_matmuls(q, k, v, empty, softmax)
 
 
 def _cached_attention_by_matmuls(
-    q: Tensor, k: list[Tensor], v: list[Tensor], empty: Tensor | None
+    q: Tensor, k: list[Tensor], v: list[Tensor], empty: Tensor | None, softmax: Softmax
 ) -> tuple[Tensor, Tensor]:
     """The same of stored floats, with one small matmul per KV head and segment; torch's fused attention moves a quarter
     of the bytes per second here."""
     B, H, _, D = q.shape
     KV = k[0].shape[1]
     G = H // KV
-    q = q.reshape(B * KV, G, D) * D**-0.5
+    q = q.reshape(B * KV, G, D) * softmax.scale_of(D)
     logits = [torch.bmm(q, segment.view(B * KV, -1, D).transpose(1, 2)) for segment in k]
     logits = (logits[0] if len(logits) == 1 else torch.cat(logits, -1)).view(B, KV, G, -1)
+    if softmax.cap is not None:
+        logits = logits.div_(softmax.cap).tanh_().mul_(softmax.cap)
     if empty is not None:
         logits = logits.masked_fill_(empty[:, :, None], float("-inf"))
     p = torch.softmax(logits, -1, dtype=torch.float32)
+    if softmax.sinks is not None:
+        p = _with_sinks(p, logits.amax(-1).float(), softmax.sinks_of(B, KV).view(B, KV, G))
     parts = p.to(v[0].dtype).view(B * KV, G, -1).split([segment.shape[2] for segment in v], -1)
     contexts = [torch.bmm(part.contiguous(), segment.view(B * KV, -1, D)) for part, segment in zip(parts, v)]
     # one sum, rounded once
@@ -241,7 +366,13 @@ def _segments(segments: list[Tensor]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _cached_attention_by_loops(
-    q: Tensor, k: list[Tensor], v: list[Tensor], cached_len: Tensor | None, empty: Tensor | None, form: KVFormat
+    q: Tensor,
+    k: list[Tensor],
+    v: list[Tensor],
+    cached_len: Tensor | None,
+    empty: Tensor | None,
+    form: KVFormat,
+    softmax: Softmax,
 ) -> tuple[Tensor, Tensor | None]:
     """The same on a CPU by compiled loops, which widen stored vectors to fp32 a few at a time."""
     B, H, _, D = q.shape
@@ -254,11 +385,13 @@ def _cached_attention_by_loops(
     empty = torch.empty(0, 0, 0, dtype=torch.bool) if empty is None else empty
     at_k, sizes = _segments(k)
     at_v, _ = _segments(v)
-    # `Vectors` and `Slots` of the loop as plain tuples
+    sinks = torch.empty(0, 0) if softmax.sinks is None else softmax.sinks_of(B, KV)
+    # `Vectors`, `Slots` and `Softmax` of the loop as plain tuples
     keys = (form.k.loop_kind, D, k[0].shape[-1] * k[0].itemsize, at_k)
     values = (form.v.loop_kind, D, v[0].shape[-1] * v[0].itemsize, at_v)
     slots = (sizes, cached_len.numpy(), empty.numpy())
-    arrays = [keys, values, slots, float_array(queries), float_array(context), received.numpy()]
+    logits = (softmax.scale_of(D), softmax.cap or 0.0, sinks.numpy())
+    arrays = [(keys, values, slots), logits, float_array(queries), float_array(context), received.numpy()]
     attend = threads.compiled().attention.attend
     size = 2 * KV * D * int(cached_len.sum())
     threads.in_threads(lambda begin, end: attend(begin, end, *arrays), B * KV, size)
@@ -266,7 +399,13 @@ def _cached_attention_by_loops(
 
 
 def _cached_attention_by_parts(
-    q: Tensor, k: list[Tensor], v: list[Tensor], empty: Tensor | None, rotate: Rotate | None, form: KVFormat
+    q: Tensor,
+    k: list[Tensor],
+    v: list[Tensor],
+    empty: Tensor | None,
+    rotate: Rotate | None,
+    form: KVFormat,
+    softmax: Softmax,
 ) -> tuple[Tensor, Tensor]:
     """The same with copies of stored vectors, in fp32 on a CPU: a few KV heads at a time, which stay in its caches."""
     B, H, _, D = q.shape
@@ -274,6 +413,7 @@ def _cached_attention_by_parts(
     S = sum(segment.shape[2] for segment in k)
     queries = q.reshape(B * KV, H // KV, 1, D)  # every KV head as a sequence of its own
     empty = None if empty is None else empty.expand(B, KV, S).reshape(B * KV, 1, S)
+    sinks = softmax.sinks_of(B, KV)
     few = max(1, WIDENED_ELEMENTS[q.device.type] // (S * D))
     dtype = torch.float32 if q.device.type == "cpu" else q.dtype
     context = torch.empty_like(queries)
@@ -285,5 +425,7 @@ def _cached_attention_by_parts(
         if rotate is not None:
             few_k = [rotate(x, part) for x in few_k]
         few_empty = None if empty is None else empty[part]
-        context[part], received[part] = cached_attention(queries[part].to(dtype), few_k, few_v, empty=few_empty)
+        of_part = softmax._replace(sinks=None if sinks is None else sinks[part])
+        few_q = queries[part].to(dtype)
+        context[part], received[part] = cached_attention(few_q, few_k, few_v, empty=few_empty, softmax=of_part)
     return context.view(B, H, 1, D), received.view(B, KV, S)

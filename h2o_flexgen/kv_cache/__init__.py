@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from h2o_flexgen.errors import UserError
+from h2o_flexgen.kernels.attention import PLAIN
 from h2o_flexgen.kv_cache.budget_rule import BudgetRule
 from h2o_flexgen.kv_cache.decayed import DecayedCache
 from h2o_flexgen.kv_cache.full import FullCache, NoCache
@@ -14,7 +15,7 @@ from h2o_flexgen.kv_cache.layout import KVLayout
 from h2o_flexgen.kv_cache.mean import MeanAttentionCache
 from h2o_flexgen.kv_cache.random import RandomCache
 from h2o_flexgen.kv_cache.recent import RecentCache, SinkCache
-from h2o_flexgen.kv_cache.rule import CacheRule
+from h2o_flexgen.kv_cache.rule import CacheRule, LayerAttention
 from h2o_flexgen.kv_cache.smoothed import SmoothedCache
 from h2o_flexgen.kv_cache.snapkv import SnapKVCache
 from h2o_flexgen.kv_cache.sparse_transformer import (
@@ -24,7 +25,6 @@ from h2o_flexgen.kv_cache.sparse_transformer import (
     StridedHeavyHitterCache,
 )
 from h2o_flexgen.kv_cache.value_norm import ValueNormCache
-from h2o_flexgen.models.rope import rollable
 from h2o_flexgen.models.spec import ModelSpec
 from h2o_flexgen.policy import KVBudget
 
@@ -95,24 +95,40 @@ def rule_for(budget: KVBudget | None, prompt_len: int, gen_len: int, spec: Model
             slots leave no position for new tokens.
     """
     if budget is None:
-        return NoCache() if gen_len == 1 else FullCache()
+        found = _with_attention(FullCache(), spec, prompt_len + gen_len - 1)
+        return NoCache(attention=found.attention) if gen_len == 1 else found
     # slots beyond the model's positions could never be filled
     heavy, recent = (min(slots, spec.positions) for slots in budget.slots(prompt_len))
-    rule = replace(make_rule(budget.rule, heavy, recent), groups=spec.groups)
+    rule = make_rule(budget.rule, heavy, recent)
+    if budget.position_rolling and rule.growth != "fixed":
+        raise UserError(f"`position_rolling`: the `kv_rule` {budget.rule} keeps every generated token")
+    rule = _with_attention(rule, spec, prompt_len + gen_len - 1, budget.position_rolling)
     if rule.layers:
         known = LayerLosses.from_file(rule.layers)
         if len(known.losses) != spec.layers:
             raise UserError(f"`kv_rule`: {rule.layers} is for a model of {len(known.losses)} layers, not {spec.layers}")
         rule = replace(rule, by_layer=known.slots(rule.heavy, rule.recent, prompt_len + gen_len))
     try:
-        largest = max(rule.in_layer(layer).slots for layer in range(spec.layers))
+        rules = [rule.in_layer(layer) for layer in range(spec.layers)]
     except UserError as e:
-        raise UserError(f"{rule.layers} gives a layer too few slots: {e}") from None
+        who = f"{rule.layers} gives a layer" if rule.layers else "the model's sliding window leaves a layer"
+        raise UserError(f"{who} too few slots: {e}") from None
     if budget.position_rolling:
-        if rule.growth != "fixed":
-            raise UserError(f"`position_rolling`: the `kv_rule` {budget.rule} keeps every generated token")
-        if largest >= spec.context:
-            room = f"leave no room for new tokens in the model's {spec.context} positions"
+        largest = max(each.slots for each in rules)
+        if largest >= spec.positions:
+            room = f"leave no room for new tokens in the model's {spec.positions} positions"
             raise UserError(f"`position_rolling`: {largest} slots {room}: give fewer")
-        rule = replace(rule, rope=rollable(spec))
-    return NoCache() if gen_len == 1 else rule
+    return NoCache(attention=rule.attention) if gen_len == 1 else rule
+
+
+def _with_attention(rule: CacheRule, spec: ModelSpec, tokens: int, rolling: bool = False) -> CacheRule:
+    """The rule for the attention of a model's layers. `tokens`: of the longest text; where caches grow with it, a
+    window that holds all of it is left out. Raises UserError if positions cannot roll."""
+    layers = [LayerAttention.of(spec.at(layer), rolling) for layer in range(spec.layers)]
+    if rule.growth == "append":
+        layers = [each._replace(softmax=each.softmax.within(tokens)) for each in layers]
+    first = layers[0]
+    own = () if set(layers) == {first} and first.softmax == PLAIN else tuple(layers)
+    if isinstance(rule, BudgetRule):
+        rule = replace(rule, groups=first.groups, rope=first.rope)
+    return replace(rule, attention=own)

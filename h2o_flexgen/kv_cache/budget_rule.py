@@ -12,11 +12,12 @@ from torch import Tensor
 
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.formats import KVFormat
-from h2o_flexgen.kernels.attention import causal_attention_with_scores
-from h2o_flexgen.kv_cache.full import fill
+from h2o_flexgen.kernels.attention import EMPTY, causal_attention_with_scores
+from h2o_flexgen.kv_cache.full import fill, gather
 from h2o_flexgen.kv_cache.layout import KVTensors
 from h2o_flexgen.kv_cache.rule import CacheRule, Rows, Text, Tokens, codes
 from h2o_flexgen.models.rope import rotate_to
+from h2o_flexgen.models.spec import Rope
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class BudgetRule(CacheRule):
             get the same.
         by_layer: (heavy, recent) of each layer according to that file; `heavy` and `recent` are then their means.
         groups: query heads that share a KV head.
+        rope: with position rolling the model's; otherwise None.
 
     Raises:
         UserError: more tokens are protected than there are slots, or an option has an invalid value.
@@ -49,6 +51,7 @@ class BudgetRule(CacheRule):
     layers: str = ""
     by_layer: tuple[tuple[int, int], ...] = field(default=(), kw_only=True)
     groups: int = field(default=1, kw_only=True)
+    rope: Rope | None = field(default=None, kw_only=True)
 
     scores_prompt = True
 
@@ -89,10 +92,16 @@ class BudgetRule(CacheRule):
         return found
 
     def in_layer(self, layer: int) -> BudgetRule:
-        if not self.by_layer:
+        if not (self.by_layer or self.attention):
             return self
-        heavy, recent = self.by_layer[layer]
-        return replace(self, heavy=heavy, recent=recent, by_layer=())
+        heavy, recent = self.by_layer[layer] if self.by_layer else (self.heavy, self.recent)
+        own = self.attention[layer]._asdict() if self.attention else {}
+        if own and own["softmax"].window is not None:
+            heavy, recent = _within(own["softmax"].window, heavy, recent)
+        return replace(self, heavy=heavy, recent=recent, by_layer=(), attention=(), **own)
+
+    def average(self) -> BudgetRule:
+        return replace(self, by_layer=())
 
     # what a rule may override
 
@@ -140,7 +149,14 @@ class BudgetRule(CacheRule):
     # the prompt
 
     def read(
-        self, q: Tensor, k: Tensor, v: Tensor, rows: Rows, past: Text | None = None, form: KVFormat | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rows: Rows,
+        past: Text | None = None,
+        form: KVFormat | None = None,
+        sinks: Tensor | None = None,
     ) -> tuple[Tensor, Text]:
         """As `CacheRule.read`. Every query also adds its attention to the scores of all tokens that it sees. With one
         new token this is a decode step, except for ties.
@@ -160,19 +176,29 @@ class BudgetRule(CacheRule):
         text = Text(k, v, codes(form, k, v), metadata, rows.new).appended_to(past)
         past_end = text.k.shape[2] - T
         past_len = torch.zeros_like(rows.new) if past is None else past.length
-        empty = None
-        if past_end and int(past_len.min()) < past_end:
-            empty = torch.arange(past_end, device=k.device) >= column(past_len, k.device)[:, 0]
+        ages = self._ages(past, rows) if past_end else None
         keys = text.k
         if self.rope:
             q, keys = self._rolled(q, keys, past_len, past_end)
-        context, score = causal_attention_with_scores(q, keys, text.v, weights, empty)
+        context, score = causal_attention_with_scores(q, keys, text.v, weights, ages, self.softmax.with_sinks(sinks))
         if past_end:  # so far `score` counts the new queries alone
             received = score[:, :, :past_end]
             before = past.metadata["score"].expand(received.shape).clone()
             received.copy_(self.prompt_step_scores(before, received, column(rows.new, k.device)))
         text.metadata["score"] = score
         return context, text
+
+    def _ages(self, past: Text, rows: Rows) -> Tensor | None:
+        """As for `causal_attention_with_scores`: by positions in the text where a window needs them, else by ranks."""
+        end = past.k.shape[2]
+        by_rank = self.softmax.window is None or self.rope is not None
+        if int(past.length.min()) == end and (by_rank or int(rows.length.max()) == end):
+            return None
+        device = past.k.device
+        place = torch.arange(end, dtype=torch.int32, device=device)
+        cached_len = column(past.length, device)
+        ages = cached_len - place if by_rank else column(rows.length, device) - past.metadata["position"]
+        return torch.where(place < cached_len, ages, EMPTY)
 
     def weights_of(self, position: Tensor, newest: Tensor, prompt_end: Tensor | None = None) -> Tensor:
         """(B, T) fp32: `query_weights`, and 0 for padding, which is after `newest`. `prompt_end`: position of the
@@ -214,16 +240,25 @@ class BudgetRule(CacheRule):
         return best.sort(-1).values if self.rope else best
 
     def _ranked(self, tokens: Tokens) -> Tensor:
-        """`rank` as a new tensor (B, KV, N), with infinity for protected tokens."""
+        """`rank` as a new tensor (B, KV, N), with infinity for protected tokens, and minus infinity for those that the
+        next query does not see."""
         # torch.where: on a CPU masked_fill takes twice as long
-        return torch.where(self.protects(tokens), float("inf"), self.rank(tokens))
+        ranked = torch.where(self.protects(tokens), float("inf"), self.rank(tokens))
+        if self.softmax.window is None or self.rope is not None:
+            return ranked
+        return torch.where(tokens.position > tokens.newest + 1 - self.softmax.window, ranked, float("-inf"))
+
+
+def _within(window: int, heavy: int, recent: int) -> tuple[int, int]:
+    """Slots of the same ratio beside a new token in its window."""
+    most = window - 1
+    if heavy + recent <= most:
+        return heavy, recent
+    least = min(1, recent, most)
+    recent = max(least, round(most * recent / (heavy + recent)))
+    return most - recent, recent
 
 
 def column(lengths: Tensor, device: torch.device) -> Tensor:
     """(B,) on the CPU as (B, 1, 1) int32 on a device."""
     return lengths.to(torch.int32).to(device, non_blocking=True)[:, None, None]
-
-
-def gather(at: Tensor, *stored: Tensor) -> list[Tensor]:
-    """From each of the tensors (B, KV, N, W) the vectors at indices (B, KV, n): (B, KV, n, W)."""
-    return [x.gather(2, at[..., None].expand(*at.shape, x.shape[3])) for x in stored]

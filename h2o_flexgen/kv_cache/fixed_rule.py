@@ -5,17 +5,17 @@ Shapes: as in `rule`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from h2o_flexgen.kernels.attention import cached_attention
-from h2o_flexgen.kv_cache.budget_rule import BudgetRule, column, gather
+from h2o_flexgen.kv_cache.budget_rule import BudgetRule, column
+from h2o_flexgen.kv_cache.full import gather
 from h2o_flexgen.kv_cache.layout import KVTensors
 from h2o_flexgen.kv_cache.rule import Rows, Text, Tokens
 from h2o_flexgen.models.rope import rotate_to
-from h2o_flexgen.models.spec import Rope
 
 #: later than any position
 _LATEST = torch.iinfo(torch.int32).max
@@ -32,11 +32,9 @@ class FixedRule(BudgetRule):
     With position rolling the n tokens in a head's cache have, in the order of the text, the positions 0 to n - 1: their
     ranks. Keys are rotated at every use, so that rounding errors do not add up.
 
-    Args:
-        rope: with position rolling the model's; otherwise None.
+    In a layer with a sliding window at most one slot less is kept than the window has tokens, and each step the token
+    that the next query does not see goes first. With position rolling the window is one of ranks, and holds them all.
     """
-
-    rope: Rope | None = field(default=None, kw_only=True)
 
     growth = "fixed"
     metadata = (("score", torch.float32), ("position", torch.int32))
@@ -79,7 +77,9 @@ class FixedRule(BudgetRule):
 
     # a step
 
-    def decode(self, cache: KVTensors, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+    def decode(
+        self, cache: KVTensors, q: Tensor, k: Tensor, v: Tensor, rows: Rows, sinks: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         S = cache.k[0].shape[2]
         position = column(rows.length, k.device)
         # a prompt was cut to the budget, and each step has added a token, this one included
@@ -101,7 +101,8 @@ class FixedRule(BudgetRule):
         for name, value in (new | self.remember(k, v)).items():
             cache.metadata[name].scatter_(2, at, value)
         empty = cache.position < 0 if fewest < S else None
-        context, received = cached_attention(q, cache.k, cache.v, None, empty, rotate, cache.form)
+        softmax = self.softmax.with_sinks(sinks)
+        context, received = cached_attention(q, cache.k, cache.v, None, empty, rotate, cache.form, softmax)
         cache.score.copy_(self.step_scores(cache.score, received))
         return context, slots
 

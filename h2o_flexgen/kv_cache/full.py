@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.formats import KVFormat
-from h2o_flexgen.kernels.attention import cached_attention
+from h2o_flexgen.kernels.attention import PLAIN, Softmax, cached_attention
 from h2o_flexgen.kv_cache.layout import KVTensors
 from h2o_flexgen.kv_cache.rule import CacheRule, Rows, Text
 
@@ -44,8 +44,50 @@ class FullCache(CacheRule):
     def keep(self, cache: KVTensors, text: Text) -> None:
         fill(cache, *text.stored)
 
-    def decode(self, cache: KVTensors, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-        return append(cache, q, k, v, rows.length)
+    def decode(
+        self, cache: KVTensors, q: Tensor, k: Tensor, v: Tensor, rows: Rows, sinks: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        return append(cache, q, k, v, rows.length, self.softmax.with_sinks(sinks))
+
+    def in_layer(self, layer: int) -> CacheRule:
+        rule = super().in_layer(layer)
+        return rule if rule.softmax.window is None else WindowCache(softmax=rule.softmax)
+
+
+@dataclass(frozen=True)
+class WindowCache(FullCache):
+    """Keeps the tokens of a sliding window: token n of a sequence is in slot n modulo the window of all its heads,
+    where it takes the place of the token that leaves the window (Mistral, arXiv 2310.06825, section 2)."""
+
+    growth = "fixed"
+
+    def segments(self, prompt_len: int, gen_len: int) -> tuple[int, ...]:
+        return (min(self.softmax.window, prompt_len + gen_len - 1),)
+
+    def cached_len(self, length: int, prompt: int) -> int:
+        return min(length, self.softmax.window)
+
+    def keep(self, cache: KVTensors, text: Text) -> None:
+        S = cache.k[0].shape[2]
+        B, KV, N, _ = text.k.shape
+        if N > S:
+            slot = torch.arange(S)
+            newest = slot + (text.length[:, None] - 1 - slot) // S * S  # the last token of each slot; negative: none
+            at = newest.clamp(min=0).to(text.k.device)[:, None].expand(B, KV, S)
+            fill(cache, *gather(at, *text.stored))
+        else:
+            fill(cache, *text.stored)
+
+    def decode(
+        self, cache: KVTensors, q: Tensor, k: Tensor, v: Tensor, rows: Rows, sinks: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        S = cache.k[0].shape[2]
+        slots = (rows.length % S)[:, None].expand(k.shape[:2])
+        cache.write(slots, k[:, :, 0], v[:, :, 0])
+        used = (rows.length + 1).clamp(max=S)
+        softmax = self.softmax.with_sinks(sinks)
+        context, _ = cached_attention(q, cache.k, cache.v, used, form=cache.form, softmax=softmax)
+        return context, slots
 
 
 def fill(cache: KVTensors, k: Tensor, v: Tensor) -> None:
@@ -60,7 +102,14 @@ def fill(cache: KVTensors, k: Tensor, v: Tensor) -> None:
                 segment[:, :, part.shape[2] :] = 0
 
 
-def append(cache: KVTensors, q: Tensor, k: Tensor, v: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+def gather(at: Tensor, *stored: Tensor) -> list[Tensor]:
+    """From each of the tensors (B, KV, N, W) the vectors at indices (B, KV, n): (B, KV, n, W)."""
+    return [x.gather(2, at[..., None].expand(*at.shape, x.shape[3])) for x in stored]
+
+
+def append(
+    cache: KVTensors, q: Tensor, k: Tensor, v: Tensor, at: Tensor, softmax: Softmax = PLAIN
+) -> tuple[Tensor, Tensor]:
     """`CacheRule.decode` where the new token of each sequence takes slot `at` (B,) int64."""
     ends = list(accumulate(segment.shape[2] for segment in cache.k))
     newest = int(at.max())
@@ -69,7 +118,7 @@ def append(cache: KVTensors, q: Tensor, k: Tensor, v: Tensor, at: Tensor) -> tup
     used = 1 + bisect(ends, newest)
     slots = at[:, None].expand(k.shape[:2])
     cache.write(slots, k[:, :, 0], v[:, :, 0])
-    context, _ = cached_attention(q, cache.k[:used], cache.v[:used], at + 1, form=cache.form)
+    context, _ = cached_attention(q, cache.k[:used], cache.v[:used], at + 1, form=cache.form, softmax=softmax)
     return context, slots
 
 

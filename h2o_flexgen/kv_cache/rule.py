@@ -7,22 +7,46 @@ them, N tokens to choose from, S slots, D elements of a head.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from h2o_flexgen.formats import KVFormat
-from h2o_flexgen.kernels.attention import causal_attention
+from h2o_flexgen.kernels.attention import PLAIN, Softmax, causal_attention
 from h2o_flexgen.kv_cache.layout import KVLayout, KVTensors
+from h2o_flexgen.models.rope import rollable
 from h2o_flexgen.models.spec import ModelSpec, Rope
 
 
+class LayerAttention(NamedTuple):
+    """What a rule knows about the attention of a layer."""
+
+    softmax: Softmax
+    groups: int  # query heads that share a KV head
+    rope: Rope | None  # with position rolling; else None
+
+    @classmethod
+    def of(cls, spec: ModelSpec, rolling: bool) -> LayerAttention:
+        """Raises UserError if positions cannot roll."""
+        softmax = Softmax(spec.scale, spec.cap, spec.window)
+        return cls(softmax, spec.groups, rollable(spec) if rolling else None)
+
+
+@dataclass(frozen=True)
 class CacheRule:
     """Decides which tokens a cache keeps. Subclasses are frozen dataclasses whose docstring says what is kept, why, and
-    in which paper. Methods are pure functions of tensors, except that they fill the cache they are given."""
+    in which paper. Methods are pure functions of tensors, except that they fill the cache they are given.
+
+    Args:
+        softmax: of the layer's attention. No query sees a token outside its window.
+        attention: of each layer, in the rule of a whole model; empty if `softmax` is that of all layers.
+    """
+
+    softmax: Softmax = field(default=PLAIN, kw_only=True)
+    attention: tuple[LayerAttention, ...] = field(default=(), kw_only=True)
 
     name: ClassVar[str]  # in the registry, in policy files and in reports
     #: "append": a token is added in the same slot of all heads; "fixed": it takes the slot of one that goes
@@ -53,7 +77,12 @@ class CacheRule:
         return self.name
 
     def in_layer(self, layer: int) -> CacheRule:
-        """The rule of one transformer block, which may have fewer or more slots than the average one."""
+        """The rule of one transformer block, which may have fewer or more slots than the average one, and a sliding
+        window."""
+        return replace(self, softmax=self.attention[layer].softmax, attention=()) if self.attention else self
+
+    def average(self) -> CacheRule:
+        """The rule of a whole model, all layers of which have the same budget."""
         return self
 
     def segments(self, prompt_len: int, gen_len: int) -> tuple[int, ...]:
@@ -73,10 +102,10 @@ class CacheRule:
         self, spec: ModelSpec, form: KVFormat, batches: Sequence[tuple[int, int]], gen_len: int
     ) -> dict[tuple[int, int], KVLayout]:
         """The KV block of every (layer, batch). `batches`: (sequences, tokens of the longest prompt) of each batch."""
-        rules = [self.in_layer(layer) for layer in range(spec.layers)]
-        kinds = product(set(rules), set(batches))
-        made = {(rule, batch): rule.layout(spec, form, *batch, gen_len) for rule, batch in kinds}
-        return {(layer, k): made[rule, batch] for layer, rule in enumerate(rules) for k, batch in enumerate(batches)}
+        layers = [(self.in_layer(layer), spec.at(layer)) for layer in range(spec.layers)]
+        kinds = product(set(layers), set(batches))
+        made = {(kind, batch): kind[0].layout(kind[1], form, *batch, gen_len) for kind, batch in kinds}
+        return {(layer, k): made[kind, batch] for layer, kind in enumerate(layers) for k, batch in enumerate(batches)}
 
     @property
     def slot_fields(self) -> tuple[tuple[str, torch.dtype], ...]:
@@ -84,15 +113,29 @@ class CacheRule:
         return self.metadata + ((("rank", torch.int32),) if self.rope else ())
 
     def prefill(
-        self, cache: KVTensors, q: Tensor, k: Tensor, v: Tensor, rows: Rows, past: Text | None = None
+        self,
+        cache: KVTensors,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rows: Rows,
+        past: Text | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """`read`, and then `keep`: returns the context (B, H, T, D)."""
-        context, text = self.read(q, k, v, rows, past, cache.form)
+        context, text = self.read(q, k, v, rows, past, cache.form, sinks)
         self.keep(cache, text)
         return context
 
     def read(
-        self, q: Tensor, k: Tensor, v: Tensor, rows: Rows, past: Text | None = None, form: KVFormat | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rows: Rows,
+        past: Text | None = None,
+        form: KVFormat | None = None,
+        sinks: Tensor | None = None,
     ) -> tuple[Tensor, Text]:
         """Causal attention over uncompressed tokens and the tokens of `past` before them.
 
@@ -100,12 +143,13 @@ class CacheRule:
             q: (B, H, T, D); k, v: (B, KV, T, D). In row b the first `rows.new[b]` are tokens, the rest is padding.
             past: of each row, or a single row for all; None if nothing comes before.
             form: format of vectors in the cache; None: nothing will be kept.
+            sinks: (H,) floats, as in `Softmax`.
 
         Returns:
             The context (B, H, T, D), undefined for padding, and the whole texts for `keep`.
         """
         text = Text(k, v, codes(form, k, v), {}, rows.new).appended_to(past)
-        return causal_attention(q, text.k, text.v), text
+        return causal_attention(q, text.k, text.v, self.softmax.with_sinks(sinks)), text
 
     def keep(self, cache: KVTensors, text: Text) -> None:
         """Overwrite the cache with what is kept of these texts, in its format."""
@@ -116,11 +160,13 @@ class CacheRule:
         can go on. `prompt`: tokens up to the end of the last prompt. Both are (B,) int64 on the CPU."""
         raise NotImplementedError
 
-    def decode(self, cache: KVTensors, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+    def decode(
+        self, cache: KVTensors, q: Tensor, k: Tensor, v: Tensor, rows: Rows, sinks: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Put one new token per sequence into the cache, then let it attend to the cache.
 
-        q (B, H, 1, D), k and v (B, KV, 1, D). Returns the context (B, H, 1, D) and the slots (B, KV) int64 of the new
-        tokens.
+        q (B, H, 1, D), k and v (B, KV, 1, D), sinks (H,) as in `Softmax`. Returns the context (B, H, 1, D) and the
+        slots (B, KV) int64 of the new tokens.
         """
         raise NotImplementedError
 

@@ -47,5 +47,5 @@ class SmoothedCache(DecayedCache, ValueNormCache):
         age = tokens.newest + 1 - tokens.position
         if self.decay < 1:  # 1 + decay + ... + decay^(age - 1)
             age = torch.expm1(age * log(self.decay)) / (self.decay - 1)
-        prior = self.queries * self.groups / self.slots
+        prior = self.queries * self.groups / max(1, self.slots)  # none beside the new token in a window of one
         return tokens.metadata["value_norm"] * (tokens.score + prior) / (self.queries + age)

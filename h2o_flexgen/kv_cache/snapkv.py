@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from h2o_flexgen.kv_cache.budget_rule import BudgetRule
-from h2o_flexgen.kv_cache.full import append, full_segments
+from h2o_flexgen.kv_cache.full import WindowCache, append, full_segments
 from h2o_flexgen.kv_cache.layout import KVTensors
-from h2o_flexgen.kv_cache.rule import Rows, Tokens
+from h2o_flexgen.kv_cache.rule import CacheRule, Rows, Tokens
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class SnapKVCache(BudgetRule):
     Keeps the last `recent` tokens of the prompt, the `heavy` others with the most votes, and every generated token, so
     that the cache grows with the output. The last `window` queries of the prompt vote with their attention, summed over
     the query heads of a group; votes are pooled over neighbours, so that a token stays with its context. In the paper
-    `recent` equals `window`.
+    `recent` equals `window`. A layer with a sliding window that texts outgrow keeps its window, whatever the budget.
     Why: the question stands at the end of a prompt, and what it attends to is what the output will need.
 
     Args:
@@ -41,6 +41,11 @@ class SnapKVCache(BudgetRule):
         self.require(self.window >= 1, "window must be 1 or more")
         self.require(self.pool % 2 == 1 and self.pool >= 1, "pool must be odd, 1 or more")
         self.require(self.pooling in ("max", "avg"), "pooling must be max or avg")
+
+    def in_layer(self, layer: int) -> CacheRule:
+        if self.attention and self.attention[layer].softmax.window is not None:
+            return WindowCache(softmax=self.attention[layer].softmax)
+        return super().in_layer(layer)
 
     def measured_as(self, phase: str) -> str:
         return "h2o" if phase == "prefill" else "full"
@@ -64,5 +69,8 @@ class SnapKVCache(BudgetRule):
         pooled = F.max_pool1d if self.pooling == "max" else F.avg_pool1d
         return pooled(votes, self.pool, 1, self.pool // 2)
 
-    def decode(self, cache: KVTensors, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-        return append(cache, q, k, v, rows.length - (rows.prompt - self.slots).clamp(min=0))
+    def decode(
+        self, cache: KVTensors, q: Tensor, k: Tensor, v: Tensor, rows: Rows, sinks: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        at = rows.length - (rows.prompt - self.slots).clamp(min=0)
+        return append(cache, q, k, v, at, self.softmax.with_sinks(sinks))

@@ -22,13 +22,15 @@ from h2o_flexgen.models.gguf_file import GGUFTensor, parts, read_model
 from h2o_flexgen.models.gguf_tokenizer import write_tokenizer
 from h2o_flexgen.models.llama import LLAMA3_ROPE
 from h2o_flexgen.models.registry import spec_of
-from h2o_flexgen.models.rope import frequencies
-from h2o_flexgen.models.spec import Config, Layer, Rope, shortened
+from h2o_flexgen.models.rope import ORIGINAL, frequencies
+from h2o_flexgen.models.spec import FULL, SLIDING, Config, Layer, Rope, shortened
 from h2o_flexgen.utils.copies import converted
 from h2o_flexgen.utils.files import OTHER_HOME, cache_root
 
-#: supported architectures, by GGUF's names, which equal their `model_type`; Mistral's is "llama" too
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
+#: supported architectures, by GGUF's names -> `model_type`; Mistral's is "llama" too
+ARCHITECTURES = {name: name for name in ("llama", "qwen2", "qwen3", "gemma2", "phi3")} | {"gemma3": "gemma3_text"}
+#: architectures with Gemma's norms -> layers of the model that alone scales attention by hidden width / heads
+LARGEST_GEMMAS = {"gemma2": 46, "gemma3": 62}
 #: types that are read unchanged; all others are dequantised
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 #: suffixes of tensors that are not weights
@@ -121,12 +123,12 @@ class GGUFFile:
         heads = self._size("attention.head_count")
         hidden = self._size("embedding_length")
         head_dim = self._size("attention.key_length", max(1, hidden // heads))
-        if self._get("rope.dimension_count", head_dim) != head_dim:
+        if self.architecture != "phi3" and self._get("rope.dimension_count", head_dim) != head_dim:
             raise UserError(f"{self.path} rotates only a part of each head, which is not supported in GGUF files")
         if self._get("expert_count", 0):
             raise UserError(f"{self.path} is a mixture of experts, which is not supported")
         config = {
-            "model_type": self.architecture,
+            "model_type": ARCHITECTURES[self.architecture],
             "num_hidden_layers": self._layers(),
             "hidden_size": hidden,
             "intermediate_size": self._get("feed_forward_length"),
@@ -143,11 +145,44 @@ class GGUFFile:
             "mlp_bias": "blk.0.ffn_up.bias" in self.tensors,
             "eos_token_id": self._eos(),
         }
+        if self.architecture in LARGEST_GEMMAS:
+            config |= self._gemma(config)
+        if self.architecture == "phi3":
+            config |= self._phi3(config)
         types = {tensor.type for tensor in self.tensors.values() if len(tensor.shape) > 1}
         if len(types) == 1 and types < FLOATS.keys():
             config["dtype"] = dtype_name(FLOATS[types.pop()])
         spec_of(config, str(self.path))  # raises for invalid values
         return config
+
+    def _gemma(self, config: dict) -> dict:
+        """What only Gemma's configs have, by the rules of llama.cpp."""
+        is_second = self.architecture == "gemma2"
+        is_largest = config["num_hidden_layers"] == LARGEST_GEMMAS[self.architecture]
+        own = {
+            "query_pre_attn_scalar": config["hidden_size"] // config["num_attention_heads"]
+            if is_largest
+            else config["head_dim"],
+            "sliding_window": self._get("attention.sliding_window", 4096 if is_second else None),
+            "attn_logit_softcapping": self._get("attn_logit_softcapping", 50.0),
+            "final_logit_softcapping": self._get("final_logit_softcapping", 30.0 if is_second else 0.0) or None,
+            "rope_local_base_freq": self._get("rope.freq_base_swa", 10000.0),
+        }
+        pattern = self._get("attention.sliding_window_pattern", 2 if is_second else 6)
+        if isinstance(pattern, list):
+            return own | {"layer_types": [SLIDING if slides else FULL for slides in pattern]}
+        return own | {"sliding_window_pattern": pattern}
+
+    def _phi3(self, config: dict) -> dict:
+        """What only Phi-3's configs have. The first files name no window."""
+        head_dim = config["head_dim"]
+        window = self._get("attention.sliding_window", 2047 if self._get("context_length") == 4096 else 0)
+        partial = self._size("rope.dimension_count", head_dim) / head_dim
+        return {
+            "partial_rotary_factor": partial,
+            "sliding_window": window or None,
+            ORIGINAL: self._get("rope.scaling.original_context_length", 4096),
+        }
 
     def _layers(self) -> int:
         count = self._size("block_count")
@@ -206,7 +241,11 @@ class GGUFFile:
         for name, shape, stored, heads in self.named(layers):
             self.tensor(stored, shape)
             tensor = self.dequantised(stored, dtype)
-            yield name, tensor[stored_rows(len(tensor), heads)] if heads else tensor
+            if heads:
+                tensor = tensor[stored_rows(len(tensor), heads)]
+            if self.architecture in LARGEST_GEMMAS and name.endswith("norm.weight"):
+                tensor = tensor.float() - 1  # stored as the factor
+            yield name, tensor
 
     def dequantised(self, name: str, dtype: torch.dtype) -> Tensor:
         """A tensor by its name in the file: floats in their own type, others dequantised to `dtype`, part by part."""

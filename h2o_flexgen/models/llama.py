@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 from torch import Tensor
 
@@ -42,12 +43,15 @@ def spec(
     head_dim: int | None = None,
     default_positions: int = 2048,
     theta: float = 10000.0,
+    partial_rotary: float | None = None,
     **changes,
 ) -> LlamaSpec:
-    """The spec of LLaMA or a family with its blocks. `kv_heads`, `head_dim`, `default_positions` and `theta` are the
-    family's defaults; `changes` override fields."""
+    """The spec of LLaMA or a family with its blocks. `kv_heads`, `head_dim`, `default_positions`, `theta` and
+    `partial_rotary` (as `partial` of `read_rope`) are the family's defaults; `changes` override fields."""
     sizes = config.sizes(kv_heads, head_dim)
-    rope, positions = read_rope(config, sizes["head_dim"], positions=default_positions, theta=theta)
+    rope, positions = read_rope(
+        config, sizes["head_dim"], partial=partial_rotary, positions=default_positions, theta=theta
+    )
     bias = config.flag("attention_bias", False)
     spec = LlamaSpec(
         model_type="llama",
@@ -131,14 +135,14 @@ def mlp_tensors(spec: LlamaSpec, index: int) -> Tensors:
 
 def attention(spec: LlamaSpec, w: Weights, hidden: Tensor, positions: Positions | None, attend: Attend) -> Tensor:
     """A block up to its MLP."""
-    x = rms_norm(w, "attn_norm", hidden, spec.eps)
-    return parts.attention(spec, w, x, positions, attend, spec.eps if spec.head_norms else None).add_(hidden)
+    norm = partial(rms_norm, w, eps=spec.eps)
+    x = norm("attn_norm", hidden)
+    return parts.attention(spec, w, x, positions, attend, norm if spec.head_norms else None).add_(hidden)
 
 
 def block(spec: LlamaSpec, w: Weights, hidden: Tensor, positions: Positions | None, attend: Attend) -> Tensor:
     hidden = attention(spec, w, hidden, positions, attend)
-    x = rms_norm(w, "mlp_norm", hidden, spec.eps)
-    return mlp(spec, w, x).add_(hidden)
+    return mlp(spec, w, rms_norm(w, "mlp_norm", hidden, spec.eps)).add_(hidden)
 
 
 def logits(spec: LlamaSpec, w: Weights, hidden: Tensor) -> Tensor:

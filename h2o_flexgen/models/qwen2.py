@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from h2o_flexgen.models import llama
 from h2o_flexgen.models.llama import LlamaSpec, block, embed, logits, tensors
-from h2o_flexgen.models.spec import Config
+from h2o_flexgen.models.spec import MOST_LAYERS, Config, of_layers, shortened
 
 __all__ = ["block", "embed", "logits", "named", "spec", "tensors"]
 
@@ -20,22 +22,25 @@ SIZES = {
 }
 
 
-def window(config: Config) -> int | None:
-    """The sliding window of a Qwen config, if any of its layers has one."""
+def windows(config: Config) -> list[int | None]:
+    """The sliding window of each layer of a Qwen config."""
+    layers = config.size("num_hidden_layers", most=MOST_LAYERS)
     if not config.flag("use_sliding_window", False):
-        return None
+        return [None] * layers
     types = config.data.get("layer_types")
-    if types is not None and not isinstance(types, list):
-        raise config.error(f"layer_types must be a list, not {types!r}")
+    if types is not None and (not isinstance(types, list) or len(types) != layers):
+        raise config.error(f"layer_types must be a list of num_hidden_layers ({layers}), not {shortened(types)}")
     full = config.size("max_window_layers", 28, least=0)
-    slides = "sliding_attention" in types if types else config.size("num_hidden_layers") > full
-    return config.window(4096) if slides else None
+    slides = [layer >= full if types is None else types[layer] == "sliding_attention" for layer in range(layers)]
+    window = config.window(4096) if any(slides) else None
+    return [window if each else None for each in slides]
 
 
 def qwen_spec(config: Config, kv_heads: int = 32, **changes) -> LlamaSpec:
     """The spec of any Qwen; arguments as in `llama.spec`."""
     eos = config.tokens("eos_token_id")
-    return llama.spec(config, kv_heads=kv_heads, default_positions=32768, eos=eos, window=window(config), **changes)
+    found = llama.spec(config, kv_heads=kv_heads, default_positions=32768, eos=eos, **changes)
+    return of_layers([replace(found, window=window) for window in windows(config)])
 
 
 def spec(config: Config) -> LlamaSpec:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 
@@ -19,6 +19,9 @@ MOST_HEAD_DIM = 1 << 16
 GROUP_ELEMENTS = 1 << 26
 #: begins the short names of a router's tensors
 ROUTER = "router."
+#: types of layers in configs: those that see all earlier tokens, and those with a sliding window
+FULL = "full_attention"
+SLIDING = "sliding_attention"
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = 80
 #: {short name: (name in the checkpoint, shape)}
@@ -89,30 +92,26 @@ class ModelSpec:
     def kv_width(self) -> int:
         return self.kv_heads * self.head_dim
 
-    @property
-    def context(self) -> int:
-        """The most tokens that attention may span."""
-        return min(self.positions, self.window or self.positions)
-
     def check_length(self, prompt_len: int, gen_len: int = 0, rolling: bool = False) -> None:
         """Raises UserError for lengths of a prompt and its output that exceed the model's. With `rolling` positions the
         output has no limit. Without an output the prompt is a text to be scored, whose last token is never an input."""
         is_longer = f"the text has {prompt_len} tokens, more than the model's"
-        what = "the text"
         needed = prompt_len - 1
         if gen_len and rolling:
             is_longer = f"prompt of {prompt_len} tokens is longer than the model's"
-            what = "it"
             needed = prompt_len
         elif gen_len:
             is_longer = f"prompt of {prompt_len} tokens + output of {gen_len} is longer than the model's"
-            what = "the prompt or the output"
             needed = prompt_len + gen_len
         if needed > self.positions:
             raise UserError(f"{is_longer} {self.positions} positions")
-        if self.window is not None and needed > self.window:
-            window = f"sliding window of {self.window} tokens, which is not supported"
-            raise UserError(f"{is_longer} {window}: shorten {what}")
+
+
+def of_layers(layers: Sequence[ModelSpec]) -> ModelSpec:
+    """The spec of a model from those of its layers. Where these differ, its own sizes are those of the kind that comes
+    last."""
+    kinds = tuple(dict.fromkeys(layers))
+    return kinds[0] if len(kinds) == 1 else replace(kinds[-1], kinds=kinds, pattern=tuple(map(kinds.index, layers)))
 
 
 @dataclass(frozen=True)
@@ -261,6 +260,16 @@ class Config:
         if count > experts > 0:
             raise self.error(f"{key} is {count}, but there are only {experts} experts")
         return count
+
+    def layer_types(self, slides: Callable[[int], bool]) -> list[str]:
+        """FULL or SLIDING for each layer; without `layer_types` by its index."""
+        layers = self.size("num_hidden_layers", most=MOST_LAYERS)
+        types = self.data.get("layer_types")
+        if types is None:
+            return [SLIDING if slides(index) else FULL for index in range(layers)]
+        what = f"a list of {layers} times {FULL} or {SLIDING}"
+        self._checked("layer_types", types, what, lambda value: isinstance(value, list) and len(value) == layers)
+        return self._checked("layer_types", types, what, lambda value: all(kind in (FULL, SLIDING) for kind in value))
 
     def sizes(self, kv_heads: int | None = None, head_dim: int | None = None, grouped: bool = True) -> dict[str, int]:
         """The fields of a spec whose keys are the same in all families. `kv_heads` and `head_dim` are a family's

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate
 from math import ceil, prod
 from typing import NamedTuple
@@ -113,22 +113,21 @@ class LayerCost:
             added += times * max(0.0, self.matmul_seconds(layer, count, resident=False) - seconds)
         return resident + added * streamed
 
-    def _attention(self, phase: str, work: float) -> float:
-        """Seconds of one sequence in one layer; phase and work as for `Profile.attention`."""
-        spec = self.shapes.spec
-        rule = self.shapes.rule
+    def _attention(self, kind: Shapes, phase: str, work: float) -> float:
+        """Seconds of one sequence in one layer of a kind; phase and work as for `Profile.attention`."""
+        spec = kind.spec
+        rule = kind.rule
         rates = self.profile.attention[phase][rule.measured_as(phase)]
         if phase == "prefill":
             return rates.seconds(work, spec.heads, spec.head_dim)
         seconds = rates.seconds(work, spec.kv_heads, spec.head_dim, spec.groups)
         return ROLLED * seconds if rule.rope else seconds
 
-    def _cached_attention(self, phase: str, slots: float) -> float:
-        """Seconds of one sequence in one layer, over `slots` slots. Quantised vectors take a CPU as long as floats; on
-        a GPU, and where keys are rotated, they are decoded first."""
-        shapes = self.shapes
+    def _cached_attention(self, shapes: Shapes, phase: str, slots: float) -> float:
+        """Seconds of one sequence in one layer of a kind, over `slots` slots. Quantised vectors take a CPU as long as
+        floats; on a GPU, and where keys are rotated, they are decoded first."""
         elements = slots * shapes.spec.kv_width  # of K, and as many of V
-        seconds = self._attention(phase, 2 * elements * shapes.itemsize)
+        seconds = self._attention(shapes, phase, 2 * elements * shapes.itemsize)
         if shapes.kv_format.is_dense or not (shapes.cuda or shapes.rule.rope):
             return seconds
         return seconds + elements * sum(1 / self.profile.decode_rate(form.name) for form in shapes.kv_format)
@@ -164,22 +163,31 @@ class LayerCost:
         for (size, longest), count in Counter(batches).items():
             for sequences, times in _cut(size, max(1, policy.prefill_tokens // longest)).items():
                 rows[sequences * longest] += count * times
-            pairs = prefill_pairs(longest, self.shapes.device, self.shapes.workload.cached_len)
-            flops = 4 * self.shapes.spec.query_width * pairs
-            attention += count * size * self._attention("prefill", seen * flops)
+            attention += count * size * self.shapes.mean(partial(self._prefill_attention, seen, longest))
             calls += count * size
         dispatch = (rows.total() if self.computed == 1 else calls) * self.profile.step_seconds
         matmuls = self._matmuls(DECODER, rows, streamed)
         return attention + self.computed * matmuls + dispatch + self._decoding(DECODER)
 
-    def _decode_attention(self, state: CacheState, on_device: Amount, on_host: Amount) -> Amount:
+    def _prefill_attention(self, seen: float, longest: int, kind: Shapes) -> float:
+        """Seconds of one prompt in one layer of a kind; `seen`: the fraction of the attention that is computed."""
+        pairs = prefill_pairs(longest, kind.device, kind.workload.cached_len, kind.rule.softmax.window)
+        return self._attention(kind, "prefill", seen * (4 * kind.spec.query_width * pairs))
+
+    def _decode_attention(self, longest: int, on_device: Amount, on_host: Amount) -> Amount:
         """Seconds of a decode step's attention, for sequences times layers whose attention runs on each."""
+
+        def seconds(phase: str) -> float:
+            return self.shapes.mean(lambda kind: self._cached_attention(kind, phase, self._attended(kind, longest)))
+
+        return on_device * seconds("decode") + on_host * seconds("cpu" if self.shapes.cuda else "decode")
+
+    def _attended(self, kind: Shapes, longest: int) -> float:
+        """Slots that attention reads in the average step."""
+        state = self.cache_state(kind, longest)
         # the cache of a growing rule has empty slots, which compiled loops do not read
-        reads_empty = self.shapes.cuda or self.shapes.rule.growth == "fixed"
-        slots = state.slots if reads_empty else state.read + 1
-        device_seconds = self._cached_attention("decode", slots)
-        host_seconds = self._cached_attention("cpu" if self.shapes.cuda else "decode", slots)
-        return on_device * device_seconds + on_host * host_seconds
+        reads_empty = kind.cuda or kind.rule.growth == "fixed"
+        return state.slots if reads_empty else state.read + 1
 
     # bytes that move
 
@@ -204,18 +212,23 @@ class LayerCost:
     def prefill(self, policy: Policy, batches: Sequence[Batch], part: Part) -> Flows:
         """The prompts of a block, in the layers of `part`."""
         longest = batches[0].longest
-        layout = self.shapes.kv
-        slots_before = self.shapes.workload.cached_len
-        slots_after = min(slots_before + self.shapes.rule.cached_len(longest, longest), layout.slots)
+        cached_len = self.shapes.workload.cached_len
+
+        def before(kind: Shapes) -> Traffic:
+            return self._fetched(policy, part.cache, min(cached_len, kind.kv.slots) * kind.kv.row_bytes)
+
+        def after(kind: Shapes) -> Traffic:
+            slots = min(cached_len + kind.rule.cached_len(longest, longest), kind.kv.slots)
+            return self._stored(policy, part.cache, slots * kind.kv.row_bytes)
+
         hidden = longest * self.hidden_bytes
         compute = part.layers * self._prefill_compute(policy, batches, part.streamed)
-        cache_back = self._stored(policy, part.cache, slots_after * layout.row_bytes)
         return Flows(
             compute + self.conversion(part.weights),
             self.weight_traffic(part.weights),
             activations_in=self._fetched(policy, part.activations, hidden),
-            cache_in=self._fetched(policy, part.cache, slots_before * layout.row_bytes),
-            write_back=self._stored(policy, part.activations, hidden) + cache_back,
+            cache_in=self.shapes.mean(before),
+            write_back=self._stored(policy, part.activations, hidden) + self.shapes.mean(after),
         )
 
     def decode(self, policy: Policy, batches: Sequence[Batch], part: Part) -> Flows:
@@ -223,42 +236,48 @@ class LayerCost:
         is compacted."""
         sizes = [batch.size for batch in batches]
         groups = matmul_rows(sizes, group_rows(self.shapes.spec))
-        state = self.cache_state(batches[0].longest)
-        row = self.shapes.kv.row_bytes
+        longest = batches[0].longest
         on_host = part.cache.cpu if policy.cpu_cache_compute else 0
         copied = self._copied(part.cache) - on_host
         context = self._crosses * on_host * self.hidden_bytes  # a query, a key or a value has about as many bytes
 
         matmuls = part.layers * self._matmuls(DECODER, Counter(groups), part.streamed)
-        attention = self._decode_attention(state, part.layers * sum(sizes) - on_host, on_host)
+        attention = self._decode_attention(longest, part.layers * sum(sizes) - on_host, on_host)
         dispatch = part.layers * (len(sizes) * self.profile.step_seconds + self._decoding(DECODER))
 
-        def staged(read: Amount, copied: Amount) -> Traffic:
+        def staged(read: Amount, copied: Amount, kind: Shapes) -> Traffic:
             """Caches that are read from disk and copied to the device."""
+            state = self.cache_state(kind, longest)
+            row = kind.kv.row_bytes
             return _read(policy, read, state.read * row) + Traffic(cpu_to_gpu=copied * (state.slots * row))
 
-        new_token = _write(policy, part.cache.disk, row) + Traffic(gpu_to_cpu=copied * row + 3 * context)
-        compaction = _write(policy, part.cache.disk * state.compactions, state.compacted * row)
+        def written(kind: Shapes) -> Traffic:
+            """The new tokens, and compactions."""
+            state = self.cache_state(kind, longest)
+            row = kind.kv.row_bytes
+            new_token = _write(policy, part.cache.disk, row) + Traffic(gpu_to_cpu=copied * row + 3 * context)
+            return new_token + _write(policy, part.cache.disk * state.compactions, state.compacted * row)
+
         buffered = part.layers * len(groups) * KV_BUFFERS * policy.gpu_batch_size
         return Flows(
             matmuls + attention + dispatch + self.conversion(part.weights),
             self.weight_traffic(part.weights),
-            cache_in=staged(part.cache.disk, copied) + Traffic(cpu_to_gpu=context),
-            write_back=new_token + compaction,
+            cache_in=self.shapes.mean(partial(staged, part.cache.disk, copied)) + Traffic(cpu_to_gpu=context),
+            write_back=self.shapes.mean(written),
             matmuls=matmuls,
-            cache_beside_matmuls=staged(buffered, buffered),
+            cache_beside_matmuls=self.shapes.mean(partial(staged, buffered, buffered)),
         )
 
-    def cache_state(self, longest: int) -> CacheState:
-        """Of a sequence in a block whose longest prompt has `longest` tokens."""
+    def cache_state(self, kind: Shapes, longest: int) -> CacheState:
+        """Of a sequence in a layer of a kind, in a block whose longest prompt has `longest` tokens."""
         steps = max(1, self.gen_len - 1)
-        if self.shapes.rule.growth == "fixed":  # compacted when the log is full
-            slots = self.shapes.kv.slots
-            rows = wal_rows(self.shapes.kv.segments)
+        if kind.rule.growth == "fixed":  # compacted when the log is full
+            slots = kind.kv.slots
+            rows = wal_rows(kind.kv.segments)
             logged = min(rows, steps - 1) / 2
             return CacheState(slots, slots + logged, compactions=steps // (rows + 1) / steps, compacted=slots)
         # the log is the open segment, until that is full
-        prompt, *segments = self.shapes.rule.segments(longest, self.gen_len)
+        prompt, *segments = kind.rule.segments(longest, self.gen_len)
         ends = accumulate(segments, initial=prompt)
         closed_slots = sum(size * end for size, end in zip(segments, ends)) / steps
         open_slots = sum(size * size for size in segments) / steps

@@ -217,7 +217,7 @@ def _plan_cache(plan: MemoryPlan, policy: Policy, shapes: Shapes, placement: Pla
     plan.add("cpu" if shapes.cuda else "gpu", "KV buffer for write-back", sizes.row)
     if sizes.row:  # each write-back may hold the tokens of its matmul group
         new_tokens = sizes.count * max(matmul_rows(batches, group_rows(shapes.spec)))
-        plan.add("gpu", "keys and values being written back", new_tokens * shapes.kv.row_bytes)
+        plan.add("gpu", "keys and values being written back", new_tokens * shapes.most(lambda kind: kind.kv.row_bytes))
 
 
 def _plan_activations(
@@ -247,13 +247,18 @@ def decode_rows(batches: list[int], workload: Workload, most: int) -> int:
 def path_bytes(shapes: Shapes) -> int:
     """Bytes of a token in a shared prefix, in all layers: K and V in floats and as stored, and what the rule
     remembers."""
+    return sum(layers * _path_bytes(kind) for layers, kind in shapes.kinds)
+
+
+def _path_bytes(shapes: Shapes) -> int:
+    """The same in one layer of a kind."""
     spec = shapes.spec
     floats = 2 * spec.head_dim * shapes.itemsize
     stored = 0
     if not shapes.kv_format.is_dense:
         stored = sum(form.nbytes((spec.head_dim,)) for form in shapes.kv_format)
     remembered = sum(dtype.itemsize for _, dtype in shapes.rule.metadata)
-    return spec.layers * spec.kv_heads * (floats + stored + remembered)
+    return spec.kv_heads * (floats + stored + remembered)
 
 
 def path_tokens(shapes: Shapes, resources: Resources) -> int:

@@ -117,13 +117,12 @@ class Relaxation:
         """Bytes needed on each tier that has a limit, at most those of `plan_policy`; `holds_head`: 1 if the device
         holds the vocabulary head, else 0."""
         shapes = self.shapes
-        kv = shapes.kv
         weights = self.cost.streamed_bytes
         sequences = min(policy.block_size, self.num_prompts)
         caches = shapes.spec.layers * sequences
-        kv_cache = caches * (kv.kv_bytes + kv.meta_bytes)
-        kv_files = caches * (kv.slots + wal_rows(kv.segments)) * kv.row_bytes
-        scores = caches * kv.meta_bytes  # stay in RAM when the rest is on disk
+        kv_cache = caches * shapes.mean(lambda kind: kind.kv.kv_bytes + kind.kv.meta_bytes)
+        kv_files = caches * shapes.mean(lambda kind: (kind.kv.slots + wal_rows(kind.kv.segments)) * kind.kv.row_bytes)
+        scores = caches * shapes.mean(lambda kind: kind.kv.meta_bytes)  # stay in RAM when the rest is on disk
         hidden = sequences * self.workload.longest * self.cost.layers.hidden_bytes
         device = self._fixed_bytes(policy) + self._staging_bytes(policy, x, holds_head)
         device += x.weights.device * weights + x.cache.device * kv_cache + x.activations.device * hidden
@@ -146,7 +145,7 @@ class Relaxation:
             layer = self.cost.streamed_bytes / (shapes.spec.layers + 2)
             weights = streamed * (1 / (shapes.spec.layers + 2)) + max(0, self._head_bytes - layer) * (1 - holds_head)
         sequences = min(policy.gpu_batch_size, self.num_prompts)
-        kv_block = sequences * shapes.most_slots * shapes.kv.row_bytes
+        kv_block = sequences * shapes.largest_cache
         cache = kv_block * (x.cache.host + x.cache.disk)
         return double_buffers(policy.overlap) * weights + kv_buffers(policy.overlap, False) * cache
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cached_property, reduce
 from math import prod
-from typing import NamedTuple
+from operator import add
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -20,6 +23,7 @@ from h2o_flexgen.planning.workload import Workload
 from h2o_flexgen.policy import TIERS
 from h2o_flexgen.storage.staging import StagingBytes, slice_bytes, staging_bytes
 
+T = TypeVar("T")
 #: indices into a model's layers: a decoder layer, which stands for all of them, and the head
 DECODER = -2
 HEAD = -1
@@ -35,9 +39,9 @@ class TensorBytes(NamedTuple):
     retyped: int  # (CUDA) of the stored tensor on the device while its type is changed
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ModelData:
-    """A model as plan and cost count it.
+    """A model as plan and cost count it; equal to itself alone.
 
     Attributes:
         layers: the tensors of embedding, decoder layers and head (`tensors` of the family).
@@ -174,7 +178,7 @@ class ModelData:
         return sum(map(self.stored_bytes, names)) / sum(map(self.nbytes, names))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Shapes(ModelData):
     """A model and the cache of a job."""
 
@@ -187,14 +191,37 @@ class Shapes(ModelData):
         return self.rule.layouts(self.spec, self.kv_format, blocks, self.workload.gen_len)
 
     @cached_property
+    def kinds(self) -> list[tuple[int, Shapes]]:
+        """(number of layers, their sizes and rule) of each kind of layers; the slots of a kind are those of its average
+        layer."""
+        if not (self.spec.kinds or self.rule.attention):
+            return [(self.spec.layers, self)]
+        rule = self.rule.average()
+        counts = Counter((self.spec.at(layer), rule.in_layer(layer)) for layer in range(self.spec.layers))
+        return [(count, replace(self, spec=spec, rule=rule)) for (spec, rule), count in counts.items()]
+
+    def mean(self, value: Callable[[Shapes], T]) -> T:
+        """A number, or Traffic, of the average layer, given that of a layer of each kind."""
+        return reduce(add, (layers / self.spec.layers * value(kind) for layers, kind in self.kinds))
+
+    def most(self, value: Callable[[Shapes], int]) -> int:
+        """The largest value of any kind of layers."""
+        return max(value(kind) for _, kind in self.kinds)
+
+    @cached_property
     def kv(self) -> KVLayout:
-        """The cache of one sequence in the average layer."""
+        """The cache of one sequence in a layer, if all are alike."""
         return self.rule.layout(self.spec, self.kv_format, 1, self.workload.longest, self.workload.gen_len)
 
     @cached_property
     def most_slots(self) -> int:
         """The most slots of a sequence in any layer."""
         return max(layout.slots for layout in self.layouts([1]).values())
+
+    @cached_property
+    def largest_cache(self) -> int:
+        """Bytes of K and V of a sequence in the layer with the largest cache."""
+        return max(layout.kv_bytes for layout in self.layouts([1]).values())
 
     @property
     def kv_bytes(self) -> int:

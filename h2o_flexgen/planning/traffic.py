@@ -46,6 +46,9 @@ class Traffic(NamedTuple):
     def __add__(self, other: Traffic) -> Traffic:
         return Traffic(*map(add, self, other))
 
+    def __rmul__(self, times: float) -> Traffic:
+        return Traffic(*(times * amount for amount in self))
+
     def seconds(self, links: dict[str, Link]) -> LinkSeconds:
         """Seconds of each link if nothing else runs."""
         from_disk = links["disk_to_cpu"]

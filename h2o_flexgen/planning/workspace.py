@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from h2o_flexgen.formats import Int8
-from h2o_flexgen.kernels.attention import CHUNK_ELEMENTS, QUERY_CHUNK, WIDENED_ELEMENTS
+from h2o_flexgen.kernels.attention import CHUNK_ELEMENTS, QUERY_CHUNK, WIDENED_ELEMENTS, chunk_keys
 from h2o_flexgen.kernels.exact import WIDEN_BYTES, WIDEN_ROWS
 from h2o_flexgen.kernels.int8 import INT8_ROWS, may_tile
 from h2o_flexgen.kernels.linear import always_tiles, slice_rows
@@ -36,7 +36,7 @@ def workspace_bytes(policy: Policy, shapes: Shapes, longest: int, batches: list[
 def prefill_workspace(shapes: Shapes, tokens: int, longest: int, cached_len: int = 0) -> int:
     """Bytes of a decoder layer for a micro-batch of `tokens` tokens, of prompts of up to `longest` tokens behind
     `cached_len` that the caches hold."""
-    attention = _prefill_attention_bytes(shapes, tokens, longest, cached_len)
+    attention = shapes.most(lambda kind: _prefill_attention_bytes(kind, tokens, longest, cached_len))
     return max(_mlp_bytes(shapes, tokens), attention, _norm_bytes(shapes, tokens))
 
 
@@ -73,7 +73,7 @@ def _prefill_attention_bytes(shapes: Shapes, tokens: int, longest: int, cached_l
         nbytes += chunk_bytes(shapes, tokens, longest, cached_len)
         chunk_elements = _chunk_elements(shapes, tokens, longest, cached_len)
         # queries of a chunk, scaled too, and its context
-        nbytes += 3 * chunk_elements * spec.head_dim // (longest + cached_len) * size
+        nbytes += 3 * chunk_elements * spec.head_dim // _chunk_keys(shapes, longest, cached_len) * size
         # cached K and V in the order of the text, the same with the new ones, and what is kept of both
         nbytes += 6 * cached_tokens * KV * size
     if shapes.rule.rope:  # rotated queries and keys
@@ -104,9 +104,15 @@ def _chunk_elements(shapes: Shapes, tokens: int, longest: int, cached_len: int) 
     """Logits of a chunk."""
     spec = shapes.spec
     chunk = min(QUERY_CHUNK[shapes.device], longest)
-    keys = longest + cached_len
+    keys = _chunk_keys(shapes, longest, cached_len)
     most = max(CHUNK_ELEMENTS[shapes.device], spec.groups * chunk * keys)
     return min(tokens * keys // longest * spec.heads * chunk, most)
+
+
+def _chunk_keys(shapes: Shapes, longest: int, cached_len: int) -> int:
+    """Keys that a chunk of queries is multiplied with."""
+    chunk = min(QUERY_CHUNK[shapes.device], longest)
+    return chunk_keys(chunk, longest + cached_len, shapes.rule.softmax.window, cached_len)
 
 
 def _rotating(shapes: Shapes) -> int:
@@ -174,21 +180,25 @@ def _sliced_bytes(shapes: Shapes, rows: int) -> int:
 def _decode_workspace(shapes: Shapes, batch: int, rows: int) -> int:
     """Bytes of a decoder layer in a decode step. `rows` go through the matmuls together, `batch` of them through
     attention."""
+    matmul = max(_widened_bytes(shapes, rows), _int8_bytes(shapes, rows))
+    slots = shapes.most_slots
+    return matmul + shapes.most(lambda kind: _decode_attention_bytes(kind, batch, rows, slots))
+
+
+def _decode_attention_bytes(shapes: Shapes, batch: int, rows: int, slots: int) -> int:
+    """Hidden states, inner tensors, queries, keys and values of `rows`, and attention over up to `slots` slots."""
     spec = shapes.spec
     size = shapes.itemsize
-    slots = shapes.most_slots
     inner = spec.inner * (2 + spec.gated)
     tensors = rows * (4 * spec.hidden + 2 * spec.query_width + 2 * spec.kv_width + inner) * size
-    matmul = max(_widened_bytes(shapes, rows), _int8_bytes(shapes, rows))
     # logits and probabilities; in fp32 also what slots receive, and what a rule compares
     attention = batch * spec.heads * slots * (4 * 4 + 2 * size)
-    return tensors + matmul + attention + _cache_copy_bytes(shapes, batch)
+    return tensors + attention + _cache_copy_bytes(shapes, batch, slots)
 
 
-def _cache_copy_bytes(shapes: Shapes, batch: int) -> int:
+def _cache_copy_bytes(shapes: Shapes, batch: int, slots: int) -> int:
     """Copies of cached vectors of a few heads: in fp32, decoded, or rotated."""
     spec = shapes.spec
-    slots = shapes.most_slots
     quantised = not shapes.kv_format.is_dense
     per_element = 8 * (shapes.may_widen or quantised)
     if shapes.rule.rope:

@@ -29,6 +29,9 @@ from h2o_flexgen.storage.disk import DiskIO, File, wait
 from h2o_flexgen.storage.quantised import encoded, find_matrices
 from h2o_flexgen.storage.stored import DTYPES, Stack, Stored, parts_of, rows_of
 
+#: part of the names of a text model in a multimodal checkpoint
+TEXT_MODEL = "language_model."
+
 log = logging.getLogger(__name__)
 
 
@@ -149,7 +152,7 @@ class Checkpoint:
             self.tensors[name] = stored
 
     def add_file(self, path: Path) -> None:
-        self.tensors |= tensors_of(path)
+        self.tensors |= {name.replace(TEXT_MODEL, ""): stored for name, stored in tensors_of(path).items()}
 
     def find(self, name: str) -> Stored | Stack | None:
         """The tensor of a full name; experts may be apart in the files."""

@@ -14,17 +14,47 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from h2o_flexgen.compiled import threads
 from h2o_flexgen.kernels import attention
+from h2o_flexgen.kernels.attention import Softmax
 from h2o_flexgen.planning.workspace import chunk_bytes
 
 
-def naive(q, k, v, n):
+def plain_softmax(logits, hidden, softmax):
+    """Probabilities in float64 of products (H, n, S) that have not been scaled, where not `hidden` (n, S)."""
+    logits = logits * softmax.scale
+    if softmax.cap is not None:
+        logits = softmax.cap * torch.tanh(logits / softmax.cap)
+    logits = logits.masked_fill(hidden, float("-inf"))
+    if softmax.sinks is None:
+        return logits.softmax(-1)
+    sinks = softmax.sinks.double()[:, None, None].expand(*logits.shape[:2], 1)
+    return torch.cat([logits, sinks], -1).softmax(-1)[..., :-1]
+
+
+def hidden_at(queries, keys, window):
+    """(n, S) bool: whether the keys at these positions are behind the queries, or before their windows."""
+    ahead = torch.tensor([*keys])[None] - torch.tensor([*queries])[:, None]
+    return (ahead > 0) | (ahead <= -(window or 1 << 40))
+
+
+def naive(q, k, v, n, softmax=None):
     """One sequence: context (H, n, D) and score (KV, n), in float64 over its n real tokens, K and V repeated."""
     group = len(q) // len(k)
+    softmax = softmax or Softmax(q.shape[-1] ** -0.5)
     q, k, v = (x[:, :n].double() for x in (q, k, v))
     k, v = (x.repeat_interleave(group, 0) for x in (k, v))
-    logits = q @ k.transpose(1, 2) / q.shape[-1] ** 0.5
-    p = torch.softmax(logits.masked_fill(torch.ones(n, n, dtype=torch.bool).triu(1), float("-inf")), -1)
+    p = plain_softmax(q @ k.transpose(1, 2), hidden_at(range(n), range(n), softmax.window), softmax)
     return p @ v, p.sum(1).unflatten(0, (-1, group)).sum(1)
+
+
+@st.composite
+def softmaxes(draw, heads, windows=True):
+    """Any combination of a scale, a cap, a window and sinks."""
+    return Softmax(
+        draw(st.floats(0.1, 2)),
+        draw(st.none() | st.floats(0.5, 5)),
+        draw(st.none() | st.integers(1, 35)) if windows else None,
+        draw(st.none() | st.lists(st.floats(-3, 5), min_size=heads, max_size=heads).map(torch.tensor)),
+    )
 
 
 def random_prompts(B, KV, group, T, D, seed, dtype=torch.float32):
@@ -38,13 +68,14 @@ def real(lengths, T):
     return (torch.arange(T) < torch.tensor(lengths)[:, None]).float()
 
 
-def assert_like_naive(B, KV, group, T, D, lengths, seed):
+def assert_like_naive(B, KV, group, T, D, lengths, seed, softmax=None):
     q, k, v = random_prompts(B, KV, group, T, D, seed)
-    context, score = attention.causal_attention_with_scores(q, k, v, real(lengths, T))
-    plain = attention.causal_attention(q, k, v)
+    given = (softmax,) if softmax else ()
+    context, score = attention.causal_attention_with_scores(q, k, v, real(lengths, T), None, *given)
+    plain = attention.causal_attention(q, k, v, *given)
     assert context.shape == q.shape and score.shape == (B, KV, T) and score.dtype == torch.float32
     for b, n in enumerate(lengths):
-        expected_context, expected_score = naive(q[b], k[b], v[b], n)
+        expected_context, expected_score = naive(q[b], k[b], v[b], n, softmax)
         torch.testing.assert_close(context[b, :, :n].double(), expected_context, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(plain[b, :, :n].double(), expected_context, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(score[b, :, :n].double(), expected_score, atol=1e-4, rtol=1e-5)
@@ -66,7 +97,8 @@ def test_any_chunks_give_the_plain_formula(B, KV, group, D, chunk, elements, dat
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (("QUERY_CHUNK", chunk), ("CHUNK_ELEMENTS", elements)):
             patch.setattr(attention, name, {"cpu": value})
-        assert_like_naive(B, KV, group, T, D, lengths, data.draw(st.integers(0, 2**32), "seed"))
+        softmax = data.draw(st.none() | softmaxes(KV * group), "softmax")
+        assert_like_naive(B, KV, group, T, D, lengths, data.draw(st.integers(0, 2**32), "seed"), softmax)
 
 
 @given(
@@ -85,17 +117,24 @@ def test_queries_behind_cached_tokens_see_them_and_no_empty_place(B, KV, group, 
     q = torch.randn(B, KV * group, T, 4, generator=generator)
     k, v = (torch.randn(B, KV, cached_len + T, 4, generator=generator) for _ in range(2))
     weights = torch.rand(B, T, generator=generator)
-    empty = torch.arange(cached_len) >= torch.tensor(counts)[:, None]
+    softmax = data.draw(softmaxes(KV * group), "softmax")
+    # increasing positions in each KV head, some of which are left out
+    ages = torch.full((B, KV, cached_len), attention.EMPTY, dtype=torch.int32)
+    for b, n in enumerate(counts):
+        for h in range(KV):
+            ages[b, h, :n] = torch.randperm(2 * cached_len, generator=generator)[:n].sort(descending=True).values + 1
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "QUERY_CHUNK", {"cpu": chunk})
-        context, score = attention.causal_attention_with_scores(q, k, v, weights, empty)
+        context, score = attention.causal_attention_with_scores(q, k, v, weights, ages, softmax)
     for b, n in enumerate(counts):
         seen = [*range(n), *range(cached_len, cached_len + T)]
-        future = torch.ones(T, n + T, dtype=torch.bool).triu(n + 1)
         expected = torch.zeros(KV, n + T, dtype=torch.float64)
         for head in range(KV * group):
             keys, values = (x[b, head // group, seen].double() for x in (k, v))
-            p = (q[b, head].double() @ keys.T / 2).masked_fill(future, float("-inf")).softmax(-1)
+            positions = [*(-ages[b, head // group, :n]).tolist(), *range(T)]
+            hidden = hidden_at(range(T), positions, softmax.window)
+            own = softmax._replace(sinks=None if softmax.sinks is None else softmax.sinks[head : head + 1])
+            p = plain_softmax((q[b, head].double() @ keys.T)[None], hidden, own)[0]
             torch.testing.assert_close(context[b, head].double(), p @ values, atol=1e-5, rtol=1e-5)
             expected[head // group] += weights[b].double() @ p
         torch.testing.assert_close(score[b][:, seen].double(), expected, atol=1e-5, rtol=1e-5)
@@ -138,7 +177,9 @@ def empty_slots(B, heads, S, generator):
     return empty
 
 
-def assert_cached_like_naive(B, KV, group, D, segments, per_head, seed, dtype=torch.float32, atol=1e-5):
+def assert_cached_like_naive(
+    B, KV, group, D, segments, per_head, seed, dtype=torch.float32, atol=1e-5, softmax=None, **how
+):
     """Attention over segments is attention over their slots; all heads of a group share a KV head's slots."""
     generator = torch.Generator().manual_seed(seed)
     S = sum(segments)
@@ -146,12 +187,13 @@ def assert_cached_like_naive(B, KV, group, D, segments, per_head, seed, dtype=to
     k, v = torch.randn(2, B, KV, S, D, generator=generator).to(dtype)
     empty = empty_slots(B, KV if per_head else 1, S, generator)
     parts = [[x.contiguous() for x in t.split(segments, 2)] for t in (k, v)]
-    context, received = attention.cached_attention(q, *parts, empty=empty)
+    softmax = softmax or Softmax(D**-0.5)
+    context, received = attention.cached_attention(q, *parts, empty=empty, softmax=softmax, **how)
     assert context.shape == q.shape and context.dtype == dtype
     assert received.shape == (B, KV, S) and received.dtype == torch.float32
     k, v, hidden = (x.repeat_interleave(group, 1) for x in (k.double(), v.double(), empty.expand(B, KV, S)))
-    logits = (q.double() @ k.transpose(2, 3))[:, :, 0] / D**0.5
-    p = torch.softmax(logits.masked_fill(hidden, float("-inf")), -1)
+    logits = (q.double() @ k.transpose(2, 3))[:, :, 0]
+    p = torch.stack([plain_softmax(logits[b, :, None], hidden[b, :, None], softmax)[:, 0] for b in range(B)])
     wanted = p.unflatten(1, (KV, group)).sum(2)
     torch.testing.assert_close(received.double(), wanted, atol=group * atol, rtol=1e-5)
     torch.testing.assert_close(context[:, :, 0].double(), (p[:, :, None] @ v)[:, :, 0], atol=atol, rtol=1e-5)
@@ -166,9 +208,18 @@ def assert_cached_like_naive(B, KV, group, D, segments, per_head, seed, dtype=to
     segments=st.lists(st.integers(1, 7), min_size=1, max_size=4),
     per_head=st.booleans(),
     seed=st.integers(0, 2**32),
+    way=st.sampled_from(["loops", "matmuls", "parts"]),
+    data=st.data(),
 )
-def test_attention_over_segments_is_attention_over_their_slots(B, KV, group, D, segments, per_head, seed):
-    assert_cached_like_naive(B, KV, group, D, segments, per_head, seed)
+def test_attention_over_segments_is_attention_over_their_slots(B, KV, group, D, segments, per_head, seed, way, data):
+    softmax = data.draw(st.none() | softmaxes(KV * group, windows=False), "softmax")
+    with pytest.MonkeyPatch.context() as patch:
+        if way != "loops":
+            patch.setattr(attention, "by_loops", lambda device: False)
+        if way == "parts":
+            patch.setitem(attention.WIDENED_ELEMENTS, "cpu", data.draw(st.integers(1, 200), "elements"))
+        rotate = (lambda keys, part: keys) if way == "parts" else None
+        assert_cached_like_naive(B, KV, group, D, segments, per_head, seed, softmax=softmax, rotate=rotate)
 
 
 @pytest.mark.parametrize("elements, group", [(None, 1), (None, 8), (1, 3), (100, 3), (1 << 20, 8)])
@@ -277,7 +328,8 @@ def test_the_plan_counts_the_buffers_of_chunks(monkeypatch, dtype, slow, T, grou
     with Buffers() as buffers:
         attention.causal_attention_with_scores(q, k, k, real([T, 1], T))
     spec = SimpleNamespace(heads=KV * group, groups=group)
-    shapes = SimpleNamespace(device="cpu", itemsize=dtype.itemsize, spec=spec)
+    rule = SimpleNamespace(softmax=Softmax())
+    shapes = SimpleNamespace(device="cpu", itemsize=dtype.itemsize, spec=spec, rule=rule)
     planned = chunk_bytes(shapes, B * T, T)
     if slow and dtype.itemsize == 2:
         planned = planned * 2 // 3  # the plan does not know that it is slow

@@ -160,12 +160,12 @@ def test_bad_files(tmp_path, refused):
         with pytest.raises(UserError, match="not a whole GGUF file"):
             GGUFFile(path)
     assert "did you mean whole.gguf?" in refused("--model", tmp_path / "hole.gguf")
-    writer = gguf.GGUFWriter(tmp_path / "gemma.gguf", "gemma3")
+    writer = gguf.GGUFWriter(tmp_path / "mamba.gguf", "mamba")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    with pytest.raises(UserError, match="architecture 'gemma3'; known: llama, qwen2, qwen3"):
-        GGUFFile(tmp_path / "gemma.gguf")
+    with pytest.raises(UserError, match="architecture 'mamba'; known: llama, qwen2, qwen3"):
+        GGUFFile(tmp_path / "mamba.gguf")
 
 
 ON_DISK = {"percent": (0, 0, 0, 0, 0, 0)}

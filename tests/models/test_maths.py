@@ -11,7 +11,6 @@ from oracle import fresh_rotary
 from safetensors.torch import load_file
 from transformers.activations import ACT2FN
 
-from h2o_flexgen.kernels.attention import causal_attention
 from h2o_flexgen.models.parts import activation
 from h2o_flexgen.models.registry import family, read_spec
 from h2o_flexgen.models.rope import Positions, rotate_to
@@ -21,9 +20,16 @@ T = 21  # longer than the trained length with dynamic RoPE and LongRoPE
 POSITIONS = Positions(torch.arange(T).repeat(2), torch.full((2 * T,), T))
 
 
-def attend(*qkv: torch.Tensor) -> torch.Tensor:
-    """Causal attention over both texts, (2 * T, heads, D) each."""
-    return causal_attention(*(x.unflatten(0, (2, T)).transpose(1, 2) for x in qkv)).transpose(1, 2).flatten(0, 1)
+def attend(spec, *qkv: torch.Tensor) -> torch.Tensor:
+    """Causal attention over both texts, (2 * T, heads, D) each, with the window, scale and soft cap of a layer."""
+    q, k, v = (x.unflatten(0, (2, T)).transpose(1, 2) for x in qkv)
+    k, v = (x.repeat_interleave(spec.groups, 1) for x in (k, v))
+    products = q @ k.transpose(2, 3) * (spec.scale or spec.head_dim**-0.5)
+    if spec.cap is not None:
+        products = spec.cap * torch.tanh(products / spec.cap)
+    age = torch.arange(T)[:, None] - torch.arange(T)
+    hidden = (age < 0) | (age >= (spec.window or T))
+    return (products.masked_fill(hidden, float("-inf")).softmax(-1) @ v).transpose(1, 2).flatten(0, 1)
 
 
 def layers_of(spec):
@@ -81,11 +87,12 @@ def test_each_layer_is_that_of_transformers(tiny, name):
         expected = model.hf(ids, output_hidden_states=True)
         w = layer_weights(state, embed)
         hidden = maths.embed(spec, w, lambda short, rows: w[short][rows], ids.flatten(), POSITIONS)
-        for layer, wanted in zip(blocks, (states.flatten(0, 1) for states in expected.hidden_states)):
+        states = (states.flatten(0, 1) for states in expected.hidden_states)
+        for kind, layer, wanted in zip(map(spec.at, range(spec.layers)), blocks, states):
             # each layer by itself, so that errors do not add up
             torch.testing.assert_close(hidden, wanted, atol=1e-3, rtol=1e-3)
             hidden = wanted.clone()
-            after = through(spec, state, layer, hidden, POSITIONS, attend)
+            after = through(kind, state, layer, hidden, POSITIONS, partial(attend, kind))
             assert torch.equal(hidden, wanted), "the input must not change"
             hidden = after
         logits = maths.logits(spec, layer_weights(state, head), hidden.view(2, T, -1)[:, -1].contiguous())
@@ -93,7 +100,8 @@ def test_each_layer_is_that_of_transformers(tiny, name):
 
 
 @pytest.mark.parametrize(
-    "name", [name for name, kind in zoo.FAMILY.items() if kind != "opt" and name not in zoo.BY_LENGTH]
+    "name",
+    [name for name, kind in zoo.FAMILY.items() if kind != "opt" and name not in {*zoo.BY_LENGTH, *zoo.BY_LAYER}],
 )
 def test_without_positions_attention_gets_unrotated_queries_and_keys(tiny, name):
     """Where the cache holds unrotated keys and rotates them at use."""
@@ -105,10 +113,10 @@ def test_without_positions_attention_gets_unrotated_queries_and_keys(tiny, name)
 
     def rotated(q, k, v):
         q, k = (rotate_to(spec.rope, x.transpose(0, 1), POSITIONS.at, T).transpose(0, 1) for x in (q, k))
-        return attend(q, k, v)
+        return attend(spec, q, k, v)
 
     late = through(spec, *block, hidden.clone(), None, rotated)
-    early = through(spec, *block, hidden.clone(), POSITIONS, attend)
+    early = through(spec, *block, hidden.clone(), POSITIONS, partial(attend, spec))
     assert torch.allclose(late, early, rtol=1e-4, atol=1e-4)
 
 
