@@ -160,6 +160,8 @@ class Walk:
     def _experts(self, group: range, is_last: bool, n: int, chunk: Chunk, w: Weights) -> None:
         """A group of experts, for the tokens that were routed to them; after the last group their sum is added."""
         state = self._taken(n, chunk)
+        if chunk.home is not None and self.stores.activations.moves(chunk.home.batch):
+            state = state.clone()  # it is written back while its staging buffer is filled again
         hidden, x, total = state
         routing = self._routed[n]
         for place, expert in enumerate(group):
