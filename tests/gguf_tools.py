@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import gguf
@@ -13,6 +14,19 @@ from gguf import GGMLQuantizationType as Type
 from safetensors.torch import load_file
 
 from h2o_flexgen.formats import GGUF
+
+
+def stacked(state: dict) -> dict:
+    """A state dict with the matrices of a layer's experts as one tensor."""
+    found = {}
+    experts = {}
+    for name, tensor in state.items():
+        template, number, end = (re.split(r"experts\.(\d+)\.", name) + ["", ""])[:3]
+        if number:
+            experts.setdefault(f"{template}experts.{end}", {})[int(number)] = tensor
+        else:
+            found[name] = tensor
+    return found | {name: torch.stack([of[n] for n in range(len(of))]) for name, of in experts.items()}
 
 
 def write_gguf(
@@ -50,13 +64,18 @@ def write_gguf(
     if rope["rope_type"] == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(rope["factor"])
+    if hasattr(config, "num_local_experts"):
+        writer.add_expert_count(config.num_local_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        if hasattr(config, "moe_intermediate_size"):
+            writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     for key, value in metadata.items():
         writer.kv_data[0].pop(key.replace("__", "."), None)
         writer.add_key_value(key.replace("__", "."), value, gguf.GGUFValueType.get_type(value))
     names = gguf.get_tensor_name_map(
         next(a for a, text in gguf.MODEL_ARCH_NAMES.items() if text == arch), config.num_hidden_layers
     )
-    for name, tensor in load_file(tiny.folder / "model.safetensors").items():
+    for name, tensor in stacked(load_file(tiny.folder / "model.safetensors")).items():
         module, _, part = name.rpartition(".")
         data = as_llama_cpps(module, tensor, config, arch).float().numpy()
         stored = Type.F32

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 from collections.abc import Container, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import replace
@@ -22,7 +21,7 @@ from h2o_flexgen.models.folder import describe_choice, describe_unreadable, weig
 from h2o_flexgen.models.gguf import in_place, is_gguf
 from h2o_flexgen.models.gguf_file import parts
 from h2o_flexgen.models.quantised import Method
-from h2o_flexgen.models.spec import Layer, shapes_of
+from h2o_flexgen.models.spec import Layer, experts_of, shapes_of
 from h2o_flexgen.policy import gib
 from h2o_flexgen.storage.convert import bins_to_safetensors, gguf_to_safetensors, made_once
 from h2o_flexgen.storage.disk import DiskIO, File, wait
@@ -156,10 +155,9 @@ class Checkpoint:
 
     def find(self, name: str) -> Stored | Stack | None:
         """The tensor of a full name; experts may be apart in the files."""
-        parts = [self._find(each) for each in (name, *names_of(name))]
-        if parts[0] is not None or not parts[1:] or None in parts[1:]:
-            return parts[0]
-        return Stack(tuple(parts[1:]))
+        whole = self._find(name)
+        parts = [self._find(each) for each in names_of(name)]
+        return whole if whole or not parts or None in parts else Stack(tuple(parts))
 
     def _find(self, name: str) -> Stored | None:
         """A checkpoint saved from an inner module lacks up to two leading parts of its names."""
@@ -172,16 +170,20 @@ class Checkpoint:
     def check(self, needed: dict[str, tuple[int, ...]]) -> None:
         """Raises UserError unless the checkpoint has every tensor in its shape."""
         for name, shape in needed.items():
-            stored = self.find(name)
-            if stored is None:
-                name = next((each for each in names_of(name) if self._find(each) is None), name)
-                problem = f"no tensor {name!r}"
-            elif isinstance(stored.format, str):
-                problem = f"{name!r} in {stored.format}: only float weights can be used"
-            elif stored.shape != shape:
-                problem = f"{name!r} in shape {list(stored.shape)}, the config asks for {list(shape)}"
-            else:
-                continue
+            names = [name] if self._find(name) else names_of(name) or [name]
+            for each in names:
+                self._check(each, (shape[0] // len(names), *shape[1:]))
+
+    def _check(self, name: str, shape: tuple[int, ...]) -> None:
+        stored = self._find(name)
+        problem = None
+        if stored is None:
+            problem = f"no tensor {name!r}"
+        elif isinstance(stored.format, str):
+            problem = f"{name!r} in {stored.format}: only float weights can be used"
+        elif stored.shape != shape:
+            problem = f"{name!r} in shape {list(stored.shape)}, the config asks for {list(shape)}"
+        if problem is not None:
             raise UserError(f"the checkpoint {self.path} has {problem}")
 
     def check_tied(self, embedding: str, head: str) -> None:
@@ -216,10 +218,9 @@ class Checkpoint:
 
 
 def names_of(name: str) -> list[str]:
-    """The names of one matrix each of several experts, whose numbers are a range such as 16:32 in `name`; none without
-    a range."""
-    before, experts, after = (re.split(r"\.(\d+:\d+)\.", name) + ["", ""])[:3]
-    return [f"{before}.{n}.{after}" for n in range(*map(int, experts.split(":")))] if experts else []
+    """The names of the same matrix of each expert in a range."""
+    template, experts = experts_of(name)
+    return [template.format(n) for n in experts]
 
 
 def tensors_of(path: Path) -> dict[str, Stored]:

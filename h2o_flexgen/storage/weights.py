@@ -38,6 +38,7 @@ from h2o_flexgen.storage.staging import (
     SlicedTensor,
     StagedExperts,
     StagedTensor,
+    expert_bytes,
     share_buffers,
     slice_bytes,
     staging_bytes,
@@ -119,12 +120,12 @@ class WeightStore:
             if name == sliced:
                 found[short] = SlicedTensor(source, self.forms[name], self._slices, self.device, self.transport.io)
                 continue
-            count = len(unit.experts)
-            each = (shape[0] // count, *shape[1:]) if count else shape
-            size = staging_bytes(self.tiers[name], self.forms[name], each, self.device.is_cuda)
-            if count:
-                found[short] = StagedExperts(source, shape, self.forms[name], size, count)
+            where = (self.tiers[name], self.forms[name])
+            if count := len(unit.experts):
+                each = expert_bytes(*where, (shape[0] // count, shape[1]), self.device.is_cuda)
+                found[short] = StagedExperts(source, shape, self.forms[name], each, count)
             else:
+                size = staging_bytes(*where, shape, self.device.is_cuda)
                 found[short] = StagedTensor(source, shape, self.forms[name], size)
         return found
 

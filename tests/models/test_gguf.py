@@ -126,7 +126,7 @@ def test_rope_divisors_that_are_not_those_of_llama_3(tmp_path):
         ({"llama__context_length": 0}, "max_position_embeddings must be"),
         ({"llama__block_count": 1000000}, "has no tensor 'blk.999999.attn_norm.weight', though its block_count is"),
         ({"llama__feed_forward_length": [96] * 1000}, r"must be .*, not \[96, 96, 96, 96, 96, 96, ...\]"),
-        ({"llama__expert_count": 8}, "is a mixture of experts"),
+        ({"llama__expert_count": 8}, "no value for llama.expert_used_count"),
     ],
 )
 def test_invalid_metadata(tmp_path, tiny, metadata, message):
