@@ -76,7 +76,6 @@ class LayerCost:
         self.layer_bytes = [sum(map(shapes.nbytes, layer)) for layer in self.matrices]
         # resident matrices are packed, except tables whose rows are looked up, and those that are decoded or unpacked
         gathered = {name for layer in shapes.layers for name, _ in layer.gathered.values()}
-        self._experts = {name: len(unit.experts) for unit in shapes.units if unit.experts for name in unit.shapes}
         self._packed = {name for name, form in shapes.forms.items() if form.is_direct} - gathered
         self._crosses = 1 if shapes.cuda else 0  # whether disk data is also copied between the host and the GPU
         self.matmul_seconds = cache(self.matmul_seconds)
@@ -93,7 +92,7 @@ class LayerCost:
         """Of a matrix, or of the same one of a group of experts, which share the rows evenly."""
         form = self.shapes.forms[name]
         codes = form.operand.name if form.in_int8 else None
-        count = self._experts.get(name, 0)
+        count = self.shapes.experts.get(name, 0)
         if not count:
             return self.profile.matmul_seconds(shape, rows, resident and name in self._packed, codes)
         spec = self.shapes.spec

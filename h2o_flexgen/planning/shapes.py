@@ -129,15 +129,24 @@ class ModelData:
         return [layer.streamed_shapes for layer in self.layers]
 
     @cached_property
+    def experts(self) -> dict[str, int]:
+        """How many experts are below each other in a tensor, by the names of those that have some."""
+        return {name: len(unit.experts) for unit in self.units if unit.experts for name in unit.shapes}
+
+    def multiplied(self, layer: int) -> dict[str, tuple[int, ...]]:
+        """{name: shape} of the matrices and vectors of a layer, of experts the shape of each."""
+        found = self.streamed[layer].items()
+        return {name: (shape[0] // self.experts.get(name, 1), *shape[1:]) for name, shape in found}
+
+    @cached_property
     def tensor_bytes(self) -> dict[str, TensorBytes]:
         """The bytes of every tensor, by name."""
         found = {}
-        experts = {name: len(unit.experts) for unit in self.units for name in unit.shapes}
         for name, shape in shapes_of(self.layers).items():
             form = self.forms[name]
             stored = form.stored.nbytes(shape)
             retyped = stored if form.stored.is_dense and form.stored != form.kept else 0
-            staging = {tier: staging_bytes(tier, form, shape, self.cuda, experts[name]) for tier in TIERS}
+            staging = {tier: staging_bytes(tier, form, shape, self.cuda, self.experts.get(name, 0)) for tier in TIERS}
             sliced = slice_bytes(form, shape) if name == self.head else StagingBytes()
             found[name] = TensorBytes(form.kept.nbytes(shape), stored, staging, sliced, retyped)
         return found
