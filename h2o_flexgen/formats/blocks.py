@@ -46,7 +46,7 @@ class Blocks(Format):
     @property
     def tile(self) -> tuple[int, int, int] | None:
         """The last fields of `block_tiles.Blocks`; None: matmuls in int8 do not read this format as stored."""
-        if self.layout.floats:
+        if self.layout.floats or self.layout.run % 16:
             return None
         lowest, highest = self.layout.codes.bounds
         loops = threads.compiled()
