@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
 import numpy as np
 import torch
@@ -43,7 +43,7 @@ class Blocks(Format):
     def loop_kind(self) -> int:
         return INT8 if self.layout.codes.is_signed else INT4
 
-    @property
+    @cached_property
     def tile(self) -> tuple[int, int, int] | None:
         """The last fields of `block_tiles.Blocks`; None: matmuls in int8 do not read this format as stored."""
         if self.layout.floats or self.layout.run % 16:
