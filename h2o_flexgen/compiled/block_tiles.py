@@ -94,6 +94,7 @@ class Plan(NamedTuple):
     masks: tuple  # of the lower part of a code, of the upper one, and the latter's left shift
     has_bits: bool  # the upper part is a bit of its own
     has_table: bool
+    are_halves: bool  # the first 16 codes of each chunk and the others are in the same bytes; so it is with the above
     block: int  # elements
     scales: Scales
 
@@ -215,7 +216,21 @@ def _transposed(builder, chunks):
     return [of_quads(*pair, which) for pair in (low, high) for which in ([0, 1, 4, 5], [2, 3, 6, 7])]
 
 
-def _build_spread(kind):
+def _bits_apart(builder, words):
+    """The lowest 16 bits of each word, a byte each, as 4 vectors of 4 bits of each."""
+
+    def every(number):
+        return simd.every(builder, I32(number), I32, LANES)
+
+    found = []
+    for n in range(4):
+        four = builder.and_(builder.lshr(words, every(4 * n)), every(15))
+        # bit n to bit 8n
+        found.append(builder.and_(builder.mul(four, every(0x204081)), every(0x1010101)))
+    return found
+
+
+def _build_spread(kind, halves):
     """The LLVM IR of `_spread`."""
 
     def build(context, builder, signature, args):
@@ -223,68 +238,66 @@ def _build_spread(kind):
         mask, high_mask, left = (builder.extract_value(masks, n) for n in range(3))
         codes = ir.VectorType(I8, 4 * LANES)
 
-        def listed(n):
-            return [builder.add(places, I64(4 * (n * LANES + lane))) for lane in range(LANES)]
+        def listed(n, half):
+            return [builder.add(places, I64(4 * ((4 * half + n) * LANES + lane))) for lane in range(LANES)]
 
-        def read(n, count):
+        def read(n, half, count):
             """`count` words at each place in list n."""
             found = []
-            for at in listed(n):
+            for at in listed(n, half):
                 place = builder.load(builder.inttoptr(at, I32.as_pointer()), align=1)
                 found.append(simd.load(builder, builder.add(begin, builder.sext(place, I64)), I32, count))
             return found
 
-        def part(n, mask):
-            shift = simd.load(builder, listed(n + 1)[0], I32, LANES)
+        def shifted(words, n, half, mask):
+            shift = simd.load(builder, listed(n, half)[0], I32, LANES)
             every = simd.every(builder, mask, I8, 4 * LANES)
-            shifted = [builder.lshr(words, shift) for words in _transposed(builder, read(n, 4))]
-            return [builder.and_(builder.bitcast(words, codes), every) for words in shifted]
+            return [builder.and_(builder.bitcast(builder.lshr(each, shift), codes), every) for each in words]
 
-        def every_word(number):
-            return simd.every(builder, number, I32, LANES)
-
-        found = part(0, mask)
-        if kind == "bytes":
-            ups = part(2, high_mask)
-        elif kind == "bits":
-            words = simd.concatenated(builder, read(2, 1))
-            ups = []
-            for n in range(4):
-                four = builder.and_(builder.lshr(words, every_word(I32(4 * n))), every_word(I32(15)))
-                # bit n to bit 8n
-                apart = builder.mul(four, every_word(I32(0x204081)))
-                ups.append(builder.bitcast(builder.and_(apart, every_word(I32(0x1010101))), codes))
-        if kind in ("bytes", "bits"):
-            # no bit leaves its byte
-            ups = [builder.shl(builder.bitcast(each, ir.VectorType(I32, LANES)), every_word(left)) for each in ups]
-            found = [builder.or_(each, builder.bitcast(high, codes)) for each, high in zip(found, ups)]
-        if kind == "table":
-            entries = simd.load(builder, table, I8, 16)
-            found = [simd.looked_up(builder, entries, each) for each in found]
-        for n, each in enumerate(found):
-            simd.store(builder, each, builder.add(target, I64(n * 4 * LANES)))
+        low = _transposed(builder, read(0, 0, 4))
+        for half in range(halves):
+            found = shifted(low, 1, half, mask)
+            upper = []
+            if kind == "bytes":
+                upper = shifted(_transposed(builder, read(2, half, 4)), 3, half, high_mask)
+            elif kind == "bits":
+                upper = _bits_apart(builder, simd.concatenated(builder, read(2, half, 1)))
+            for n, each in enumerate(upper):  # no bit leaves its byte
+                words = builder.bitcast(each, low[n].type)
+                high = builder.shl(words, simd.every(builder, left, I32, LANES))
+                found[n] = builder.or_(found[n], builder.bitcast(high, codes))
+            if kind == "table":
+                entries = simd.load(builder, table, I8, 16)
+                found = [simd.looked_up(builder, entries, each) for each in found]
+            for n, each in enumerate(found):
+                simd.store(builder, each, builder.add(target, I64((4 * half + n) * 4 * LANES)))
 
     return build
 
 
-def _spread(kind):
+def _spread(kind, halves):
     @intrinsic
     def spread(_, begin, places, target, masks, table):
-        """Spread out 16 codes of each chunk of a strip: 4 registers.
+        """Spread out 16 codes of each chunk of a strip, 4 registers, or with two `halves` 32, whose lower parts are in
+        the same bytes.
 
         Args:
             begin: address of the first block's bytes.
-            places: address of an entry of `_places`.
+            places: address of an entry of `_places`, or of the first of two.
             target: address in `Segment.codes`.
             masks: of the lower part, of the upper one, and the latter's left shift.
             table: address of (16,) int8, for codes that are looked up.
         """
-        return types.void(*[types.int64] * 3, masks, types.int64), _build_spread(kind)
+        return types.void(*[types.int64] * 3, masks, types.int64), _build_spread(kind, halves)
 
     return spread
 
 
-_spread_low, _spread_bytes, _spread_bits, _look_up = map(_spread, ("low", "bytes", "bits", "table"))
+_spread_low = _spread("low", 1)
+_spread_bytes = _spread("bytes", 1)
+_spread_halves = _spread("low", 2)
+_spread_bits = _spread("bits", 2)
+_look_up = _spread("table", 2)
 
 
 @njit(nogil=True)
@@ -318,8 +331,9 @@ def _plan(layout, size, row_bytes, table):
     last = _places(layout, size, width % SEGMENT // size)
     bits = layout.codes[0]
     masks = (bits[2], bits[5], bits[6])
+    are_halves = size == 32 and np.all(places[::2, 0] == places[1::2, 0])
     scales = scales_of(layout, layout.size // size, table)
-    return Plan(places, last, masks, bits[7] == 8, len(layout.table) > 0, layout.size, scales)
+    return Plan(places, last, masks, bits[7] == 8, len(layout.table) > 0, are_halves, layout.size, scales)
 
 
 @intrinsic
@@ -432,14 +446,17 @@ def _read(weight, plan, stored, begin, chunks, segment):
             _prefetch(at + _AHEAD * row_bytes + line)
         decode_scales(at, blocks, scales, buffer_at, floats_at, minima_at)
         if plan.has_table:
-            for k in range(count):
+            for k in range(0, count, 2):
                 _look_up(at, places_at + k * 16 * LANES, target + k * 16 * LANES, masks, table_at)
         elif plan.has_bits:
-            for k in range(count):
+            for k in range(0, count, 2):
                 _spread_bits(at, places_at + k * 16 * LANES, target + k * 16 * LANES, masks, table_at)
         elif masks[1]:
             for k in range(count):
                 _spread_bytes(at, places_at + k * 16 * LANES, target + k * 16 * LANES, masks, table_at)
+        elif plan.are_halves:
+            for k in range(0, count, 2):
+                _spread_halves(at, places_at + k * 16 * LANES, target + k * 16 * LANES, masks, table_at)
         else:
             for k in range(count):
                 _spread_low(at, places_at + k * 16 * LANES, target + k * 16 * LANES, masks, table_at)
