@@ -45,6 +45,30 @@ def in_threads(work: Callable[[int, int], None], count: int, size: int) -> None:
         job.result()
 
 
+def together(works: list[Callable[[], Tensor]]) -> list[Tensor]:
+    """The results of functions that run at the same time, each in a single thread, torch's operators included."""
+    if len(works) < 2:
+        return [work() for work in works]
+    jobs = [_pool(len(works) - 1).submit(_alone, work) for work in works[1:]]
+    try:
+        first = _alone(works[0])
+    finally:
+        wait(jobs)
+    return [first, *(job.result() for job in jobs)]
+
+
+@torch.inference_mode()
+def _alone(work: Callable[[], Tensor]) -> Tensor:
+    """The number of threads that torch uses belongs to the calling thread, but threads that begin take the last one
+    that was set anywhere."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return work()
+    finally:
+        torch.set_num_threads(threads)
+
+
 @cache
 def _pool(threads: int) -> ThreadPoolExecutor:
     """Threads that help the calling one. They sleep while they wait, unlike OpenMP's."""

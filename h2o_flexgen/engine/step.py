@@ -164,9 +164,11 @@ class Walk:
             state = state.clone()  # it is written back while its staging buffer is filled again
         hidden, x, total = state
         routing = self._routed[n]
+        experts = {}
         for place, expert in enumerate(group):
             each = {short: matrices[place] for short, matrices in w.items()}
-            routing.add(expert, x, total, partial(self.family.expert, self.spec, each))
+            experts[expert] = partial(self.family.expert, self.spec, each)
+        routing.add(experts, x, total)
         if is_last:
             del self._routed[n]
             state = hidden.add_(total)

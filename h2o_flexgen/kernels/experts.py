@@ -5,9 +5,16 @@ Shapes: N tokens, E hidden width, K experts that each token goes through.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
 
+import torch
 from torch import Tensor
+
+from h2o_flexgen.compiled.threads import together
+
+#: an expert: (n, E) -> (n, E)
+Expert = Callable[[Tensor], Tensor]
 
 
 class Routing:
@@ -35,18 +42,35 @@ class Routing:
         """Those that have a token."""
         return self._parts.keys()
 
-    def add(self, expert: int, x: Tensor, total: Tensor, compute: Callable[[Tensor], Tensor]) -> None:
-        """Add the weighted output of an expert to the rows of `total` (N, E) whose tokens go through it.
+    def add(self, experts: dict[int, Expert], x: Tensor, total: Tensor) -> None:
+        """Add the weighted outputs of some experts to `total` (N, E), from x (N, E).
 
-        Experts of a token are added up one by one, in ascending order if this is called so, as transformers does: the
+        Experts of a token are added up one by one, in ascending order if they are given so, as transformers does: the
         sum depends neither on other tokens nor on how experts are grouped.
-
-        Args:
-            x: (N, E), what experts read; compute: the expert, (n, E) -> (n, E).
         """
-        if expert not in self._parts:
-            return
+        for few in self._batches([expert for expert in experts if expert in self._parts], x):
+            outputs = together([partial(self._output, expert, experts[expert], x) for expert in few])
+            for expert, output in zip(few, outputs):
+                total.index_add_(0, self._tokens[self._parts[expert]], output)
+
+    def _batches(self, experts: list[int], x: Tensor) -> Iterator[list[int]]:
+        """Experts that are computed at the same time, on a core each: with few rows that is faster than one after the
+        other on all cores. They have at most N rows together, for which there is room."""
+        most = 1 if x.is_cuda else torch.get_num_threads()
+        few: list[int] = []
+        rows = 0
+        for expert in experts:
+            part = self._parts[expert]
+            rows += part.stop - part.start
+            if few and (len(few) == most or rows > len(x)):
+                yield few
+                few = []
+                rows = part.stop - part.start
+            few.append(expert)
+        if few:
+            yield few
+
+    def _output(self, expert: int, compute: Expert, x: Tensor) -> Tensor:
         part = self._parts[expert]
-        tokens = self._tokens[part]
-        found = compute(x.index_select(0, tokens)).mul_(self._weights[part, None].to(x.dtype))
-        total.index_add_(0, tokens, found)
+        found = compute(x.index_select(0, self._tokens[part]))
+        return found.mul_(self._weights[part, None].to(x.dtype))

@@ -55,7 +55,7 @@ def through(spec, state, layer, hidden, positions, attend):
     total = torch.zeros_like(x)
     for n in range(layer.experts):
         each = {short: state[name.format(n)] for short, (name, _) in layer.expert.items()}
-        routing.add(n, x, total, partial(maths.expert, spec, each))
+        routing.add({n: partial(maths.expert, spec, each)}, x, total)
     return hidden + total
 
 
