@@ -71,7 +71,7 @@ def test_rows_that_enter_beside_others(tiny, run):
 
 def read_bytes(model, prompts, monkeypatch, share):
     """Bytes that decode steps read."""
-    monkeypatch.setattr("h2o_flexgen.engine.stores.ALL_EXPERTS", share)
+    monkeypatch.setattr("h2o_flexgen.planning.workload.ALL_EXPERTS", share)
     with LLM(str(model.folder), Policy(len(prompts), percent=(0, 0, 100, 0, 100, 0)), **OPTIONS) as llm:
         llm.generate(prompts, SamplingParams(max_tokens=9, ignore_eos=True))
         return llm.report["decode"]["bytes_moved"]["disk_to_cpu"]
