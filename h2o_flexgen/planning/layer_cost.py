@@ -109,7 +109,7 @@ class LayerCost:
         used = spec.touched(rows)
         each = rows * spec.active / spec.experts / used
         shape = (shape[0] // count, shape[1])
-        return count * used * self.profile.matmul_seconds(shape, each, False, codes)
+        return count * used * self.profile.matmul_seconds(shape, each, codes=codes, of_experts=True)
 
     def _matmuls(self, layer: int, rows: Counter[int], streamed: Amount) -> Amount:
         """Seconds of the matmuls of a layer. `rows`: {rows of a matmul: how many such matmuls}; `streamed`: fraction of

@@ -31,6 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 TINY = Scale(
     shapes=((64, 64), (256, 64), (1024, 64)),
     rows=(1, 512),
+    expert=(64, 64),
     weight_bytes=0,
     prompt=32,
     short=4,
