@@ -51,8 +51,12 @@ class H2O:
     Attributes:
         score: by position, the score from the attention so far.
         prompt: tokens of the prompt.
+        sight: the sliding window of the layer: a query sees so many tokens, its own included.
+        group: query heads that share the KV head.
     """
 
+    sight = float("inf")
+    group = 1
     #: whether only the prompt is cut, and every later token stays
     grows = False
     #: gaps between ranks are divided by this, to be comparable with gaps between sums of attention
@@ -91,8 +95,8 @@ class H2O:
         """Positions that stay of a prompt of n tokens, and the smallest gap between a kept and a dropped rank, which
         rounding errors must not exceed. Of equal ranks the earlier stays."""
         self.prompt = n
-        tokens = set(range(n))
-        if n <= self.slots:
+        tokens = self.visible(range(n), n - 1)
+        if len(tokens) <= self.slots:
             return tokens, float("inf")
         protected = {j for j in tokens if self.protects(j, n - 1)}
         ranks = {j: self.rank(j, n - 1) for j in tokens - protected}
@@ -101,19 +105,26 @@ class H2O:
         assert room >= 0, "more tokens are protected than there are slots"
         return protected | set(others[:room]), self.gap([ranks[j] for j in others], room) / self.unit
 
+    def visible(self, tokens, now: int) -> set[int]:
+        """Those that the next query, at position `now` + 1, can see."""
+        return {j for j in tokens if j > now + 1 - self.sight}
+
     def gap(self, ranks: list[float], room: int) -> float:
         """`ranks` are descending; the first `room` stay."""
         return ranks[room - 1] - ranks[room] if room else float("inf")
 
-    def evict(self, kept: set[int], now: int) -> tuple[int | None, float]:
-        """The token that goes after a step whose new token is at position `now`, and the gap to the next worst. Of
-        equal ranks the earlier goes."""
-        if self.grows or len(kept) <= self.slots:
-            return None, float("inf")
+    def evict(self, kept: set[int], now: int) -> tuple[set[int], float]:
+        """The tokens that go after a step whose new token is at position `now`, and the gap between the worst and the
+        next worst where that decided. Those that the next query cannot see go first. Of equal ranks the earlier
+        goes."""
+        visible = self.visible(kept, now)
+        if self.grows or len(visible) <= self.slots:
+            return kept - visible, float("inf")
+        assert visible == kept, "two would go"
         ranks = {j: self.rank(j, now) for j in kept if not self.protects(j, now)}
         worst = sorted(ranks, key=lambda j: (ranks[j], j))
         gap = ranks[worst[1]] - ranks[worst[0]] if len(worst) > 1 else float("inf")
-        return worst[0], gap / self.unit
+        return {worst[0]}, gap / self.unit
 
 
 class Mean(H2O):
@@ -168,7 +179,7 @@ class Smoothed(ValueAware):
     def see_query(self, i, row):
         self.score = {j: self.decay * score for j, score in self.score.items()}
         super().see_query(i, row)
-        self.share = sum(row.values()) / self.slots
+        self.share = self.group / max(1, self.slots)
 
     def rank(self, j, now):
         seen = sum(self.decay**n for n in range(now - j + 1))
@@ -320,6 +331,16 @@ def make_rule(text: str, heavy: int, recent: int, head: int = 0) -> H2O:
     return RULES[name](heavy, recent, head, **options)
 
 
+def within(sight: float, heavy: int, recent: int) -> tuple[int, int]:
+    """Slots in a layer with a sliding window, which has room for one token less beside the next one: the ratio stays,
+    and one recent token at least if there was one."""
+    room = sight - 1
+    if heavy + recent <= room:
+        return heavy, recent
+    fewer = min(max(round(room * recent / (heavy + recent)), min(1, recent)), room)
+    return room - fewer, fewer
+
+
 def quantised(kind: str | None, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """K and V (..., D) as a cache in 8 or 4 bits returns them, vector by vector; K has 8 bits in both."""
     return rounded(kind, k, v)[:2]
@@ -386,6 +407,16 @@ class Oracle:
         self.heads = self.config.num_attention_heads
         self.kv_heads = getattr(self.config, "num_key_value_heads", None) or self.heads
         self.group = self.heads // self.kv_heads
+        self.sights = [self._sight(layer) for layer in range(self.layers)]
+        self.cap = getattr(self.config, "attn_logit_softcapping", None)
+        self.scale_base = getattr(self.config, "query_pre_attn_scalar", None)  # else the size of a head
+
+    def _sight(self, layer: int) -> float:
+        """The sliding window of a layer."""
+        window = getattr(self.config, "sliding_window", None)
+        types = getattr(self.config, "layer_types", None)
+        sees_all = window is None or (types and types[layer] != "sliding_attention")
+        return float("inf") if sees_all else window
 
     # what a family defines
 
@@ -444,7 +475,7 @@ class Oracle:
         heavies, recents = (n if isinstance(n, tuple) else (n,) * L for n in (heavy, recent))
         self.rules = [None] * L
         if heavy is not None:
-            self.rules = [self._rules(rule, *slots) for slots in zip(heavies, recents)]
+            self.rules = [self._rules(rule, *each) for each in zip(self.sights, heavies, recents)]
         self.rotary = fresh_rotary(self.model)
         self.k = [None] * L
         self.v = [None] * L
@@ -467,9 +498,15 @@ class Oracle:
             fed = [token]
         return self.trace
 
-    def _rules(self, text: str, heavy: int, recent: int) -> list[H2O]:
+    def _rules(self, text: str, sight: float, heavy: int, recent: int) -> list[H2O]:
         """The rules of a layer."""
-        return [make_rule(text, heavy, recent, h) for h in range(self.kv_heads)]
+        rules = [make_rule(text, *within(sight, heavy, recent), h) for h in range(self.kv_heads)]
+        for rule in rules:
+            rule.sight = sight
+            rule.group = self.group
+            if rule.grows and sight < float("inf"):
+                rule.slots = sight - 1
+        return rules
 
     def _forward(self, tokens: list[int], first: int) -> Tensor:
         """Logits after the last of `tokens`, the first of which is at position `first`."""
@@ -503,9 +540,9 @@ class Oracle:
     def _prompt(self, layer: int, h: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """KV head h over a prompt: q (n, G, D) of its group, k and v (n, D) -> (n, G, D)."""
         n = len(k)
-        future = torch.arange(n)[None, :] > torch.arange(n)[:, None]
-        logits = torch.einsum("igd,jd->gij", q, k) / k.shape[1] ** 0.5
-        p = logits.masked_fill(future, float("-inf")).softmax(-1)
+        behind = torch.arange(n)[:, None] - torch.arange(n)[None, :]
+        hidden = (behind < 0) | (behind >= self.sights[layer])
+        p = self.probabilities(layer, h, torch.einsum("igd,jd->gij", q, k), k.shape[1], hidden)
         self.kept[layer][h] = set(range(n))
         if self.rules[layer] is not None:
             rule = self.rules[layer][h]
@@ -520,16 +557,31 @@ class Oracle:
     def _token(self, layer: int, h: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """KV head h for one more token: q (1, G, D) of its group, k and v (1, D), not yet rounded -> (1, G, D)."""
         now = len(self.k[layer]) - 1
+        if self.rules[layer] is None:  # a full cache lets nothing go but what has left the window
+            self.kept[layer][h] = {j for j in self.kept[layer][h] if j > now - self.sights[layer]}
         self.kept[layer][h].add(now)
         seen = sorted(self.kept[layer][h])
-        p = (q[0] @ self.k[layer][seen, h].T / k.shape[1] ** 0.5).softmax(-1)
+        assert seen[0] > now - self.sights[layer]
+        p = self.probabilities(layer, h, (q[0] @ self.k[layer][seen, h].T)[:, None], k.shape[1])[:, 0]
         if self.rules[layer] is not None:
             rule = self.rules[layer][h]
             rule.see_token(now, k[0].tolist(), v[0].tolist())
             rule.see_query(now, dict(zip(seen, p.sum(0).tolist())))
-            goes, gap = rule.evict(self.kept[layer][h], now)
-            self._drop(layer, h, set() if goes is None else {goes}, gap)
+            self._drop(layer, h, *rule.evict(self.kept[layer][h], now))
         return (p @ self.v[layer][seen, h])[None]
+
+    def probabilities(self, layer: int, h: int, logits: Tensor, D: int, hidden: Tensor | None = None) -> Tensor:
+        """What the queries of KV head h give to each token, from their products (G, n, S); `hidden` (n, S)."""
+        logits = logits / (self.scale_base or D) ** 0.5
+        if self.cap is not None:
+            logits = self.cap * torch.tanh(logits / self.cap)
+        if hidden is not None:
+            logits = logits.masked_fill(hidden, float("-inf"))
+        sinks = self.w.get(f"layers.{layer}.self_attn.sinks")
+        if sinks is None:
+            return logits.softmax(-1)
+        own = sinks[h * self.group : (h + 1) * self.group, None, None].expand(*logits.shape[:2], 1)
+        return torch.cat([logits, own], -1).softmax(-1)[..., :-1]
 
     def _drop(self, layer: int, h: int, gone: set[int], gap: float) -> None:
         self.kept[layer][h] -= gone

@@ -12,7 +12,7 @@ import copy
 from collections.abc import Sequence
 
 import torch
-from oracle import Oracle, fresh_rotary, make_rule
+from oracle import Oracle, fresh_rotary, make_rule, within
 from torch import Tensor
 
 
@@ -34,7 +34,13 @@ class StreamOracle:
         self.k = [None for _ in layers]
         self.v = [None for _ in layers]
         self.kept = {(layer, h): set() for layer in layers for h in heads}
-        self.rules = {(layer, h): make_rule(rule, heavy, recent, h) for layer in layers for h in heads}
+        self.rules = {}
+        for layer in layers:
+            for h in heads:
+                own = self.rules[layer, h] = make_rule(rule, *within(oracle.sights[layer], heavy, recent), h)
+                own.group = oracle.group
+                if not rolling:  # else the window is one of ranks, and all that are kept are in it
+                    own.sight = oracle.sights[layer]
         self.length = 0
         self.logits = None
         self.logprobs = []
@@ -97,9 +103,11 @@ class StreamOracle:
         places = range(len(seen)) if self.rolling else seen
         k = self._rotated(cached_k[:, None], places)[:, 0]
         q = self._rotated(q, places[-n:])
-        future = torch.tensor(seen)[None, :] > torch.tensor(new)[:, None]
-        logits = torch.einsum("igd,jd->gij", q, k) / q.shape[-1] ** 0.5
-        p = logits.masked_fill(future, float("-inf")).softmax(-1)
+        places = torch.tensor([*places])
+        behind = places[-n:, None] - places[None, :]
+        hidden = (behind < 0) | (behind >= self.oracle.sights[layer])
+        logits = torch.einsum("igd,jd->gij", q, k)
+        p = self.oracle.probabilities(layer, h, logits, q.shape[-1], hidden)
         rule = self.rules[layer, h]
         for j, key, value in zip(new, (cached_k if self.rolling else k)[-n:].tolist(), v[-n:].tolist()):
             rule.see_token(j, key, value)
@@ -112,6 +120,7 @@ class StreamOracle:
         now = seen[-1]
         if self.is_prompt:
             rule.prompt = now + 1
+        seen = sorted(rule.visible(seen, now))
         if len(seen) <= rule.slots:
             return set(seen)
         protected = {j for j in seen if rule.protects(j, now)}

@@ -29,9 +29,9 @@ PLACEMENTS = {
 }
 
 
-#: the first two variants of each family, and all whose RoPE depends on the length of the text. The layers of every
-#: variant are compared with transformers' in `models/test_maths.py`
-VARIANTS = [name for variants in zoo.VARIANTS.values() for name in [*variants][:2]] + zoo.BY_LENGTH
+#: the first two variants of each family, all whose RoPE depends on the length of the text, and those with a sliding
+#: window. The layers of every variant are compared with transformers' in `models/test_maths.py`
+VARIANTS = [name for variants in zoo.VARIANTS.values() for name in [*variants][:2]] + zoo.BY_LENGTH + zoo.WINDOWS
 
 
 @pytest.mark.parametrize("name", VARIANTS)

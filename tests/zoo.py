@@ -131,6 +131,7 @@ VARIANTS = {
         "mistral_groups_of_3_odd_hidden_linear": dict(**THREE, **LINEAR, hidden_size=23, head_dim=6),
         "mistral_groups_of_8_tied_window_yarn": dict(**EIGHT, **YARN, tie_word_embeddings=True, sliding_window=64),
         "mistral_no_groups_dynamic": dict(**DYNAMIC, num_key_value_heads=4),
+        "mistral_window": dict(head_dim=8, sliding_window=12),
     },
     "qwen2": {
         "qwen2": dict(),
@@ -138,6 +139,9 @@ VARIANTS = {
         "qwen2_groups_of_8_dynamic": dict(**EIGHT, **DYNAMIC),
         "qwen2_no_groups_llama3": dict(**LLAMA3, num_key_value_heads=4, head_dim=14),
         "qwen2_window_of_no_layer": dict(use_sliding_window=True, sliding_window=4, max_window_layers=2),
+        "qwen2_window_of_two_layers": dict(
+            use_sliding_window=True, sliding_window=6, max_window_layers=1, num_hidden_layers=3
+        ),
     },
     "qwen3": {
         "qwen3": dict(head_dim=8),
@@ -202,8 +206,8 @@ FAMILY = {name: model_type for model_type, variants in VARIANTS.items() for name
 CONFIGS = {name: {**BASE.get(FAMILY[name], LLAMA), **VARIANTS[FAMILY[name]][name]} for name in FAMILY}
 #: those whose RoPE angles depend on the length of the text
 BY_LENGTH = [name for name in CONFIGS if "dynamic" in name or "longrope" in name]
-#: those whose layers rotate differently
-BY_LAYER = [name for name in CONFIGS if FAMILY[name] == "gemma3_text"]
+#: those with layers whose sliding window is shorter than the texts of tests
+WINDOWS = ["mistral_window", "qwen2_window_of_two_layers"]
 #: family -> its first variant
 FIRST = {model_type: next(iter(variants)) for model_type, variants in VARIANTS.items()}
 
