@@ -204,8 +204,8 @@ VARIANTS = {
 }
 FAMILY = {name: model_type for model_type, variants in VARIANTS.items() for name in variants}
 CONFIGS = {name: {**BASE.get(FAMILY[name], LLAMA), **VARIANTS[FAMILY[name]][name]} for name in FAMILY}
-#: those whose RoPE angles depend on the length of the text; without Phi-3's, whose keys transformers computes again when
-#: a text outgrows the original length
+#: those whose RoPE angles depend on the length of the text; without Phi-3's, whose keys transformers computes again
+#: when a text outgrows the original length
 BY_LENGTH = [name for name in CONFIGS if ("dynamic" in name or "longrope" in name) and FAMILY[name] != "phi3"]
 #: those with layers whose sliding window is shorter than the texts of tests
 WINDOWS = ["mistral_window", "qwen2_window_of_two_layers"]
