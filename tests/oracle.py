@@ -695,7 +695,7 @@ class GemmaOracle(LlamaOracle):
 
     def block(self, layer, x):
         at = f"layers.{layer}"
-        self.angles, self.scale = self.turns[self.config.layer_types[layer]]
+        self.kind = self.config.layer_types[layer]
         y = self.rms_norm(f"{at}.input_layernorm", x)
         y = self.rms_norm(f"{at}.post_attention_layernorm", self.attend(layer, y))
         x = x + y
@@ -706,12 +706,6 @@ class GemmaOracle(LlamaOracle):
         cap = self.config.final_logit_softcapping
         y = super().logits(x)
         return y if cap is None else cap * torch.tanh(y / cap)
-
-    def turn_to(self, positions):
-        self.turns = {}
-        for kind in set(self.config.layer_types):
-            super().turn_to(positions)
-            self.turns[kind] = self.angles, self.scale
 
 
 class Gemma3Oracle(GemmaOracle):
@@ -724,6 +718,10 @@ class Gemma3Oracle(GemmaOracle):
             rotary(torch.zeros(1), positions, kind)
             each = getattr(rotary, f"{kind}_inv_freq").to(self.dtype)
             self.turns[kind] = positions[0, :, None].to(self.dtype) * each, getattr(rotary, f"{kind}_attention_scaling")
+
+    def rotate(self, x):
+        self.angles, self.scale = self.turns[self.kind]
+        return super().rotate(x)
 
 
 class Phi3Oracle(LlamaOracle):

@@ -346,7 +346,7 @@ def build(name: str, folder: Path, seed: int = 0, **changes) -> Tiny:
             elif "norm" in key:
                 tensor.normal_(0 if "gemma" in name else 1, 0.3)  # Gemma's are stored less 1
             elif "embed" in key:
-                tensor.normal_(0, 0.2 if "gemma" in name else 0.8)  # Gemma multiplies it by sqrt(hidden)
+                tensor.normal_(0, config.hidden_size**-0.5 if "gemma" in name else 0.8)  # Gemma multiplies the rows
             else:
                 tensor.normal_(0, 0.5)
     model.save_pretrained(folder)
