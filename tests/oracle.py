@@ -406,7 +406,7 @@ class Oracle:
         self.layers = self.config.num_hidden_layers
         self.heads = self.config.num_attention_heads
         self.kv_heads = getattr(self.config, "num_key_value_heads", None) or self.heads
-        self.group = self.heads // self.kv_heads
+        self.kv_heads_of = [self.kv_heads] * self.layers
         self.sights = [self._sight(layer) for layer in range(self.layers)]
         self.cap = getattr(self.config, "attn_logit_softcapping", None)
         self.scale_base = getattr(self.config, "query_pre_attn_scalar", None)  # else the size of a head
@@ -469,18 +469,17 @@ class Oracle:
         """Generate the most likely tokens, or feed those of `forced`. `heavy` and `recent` may be tuples: slots for
         each layer. `cache`: "int8" or "int4"."""
         L = self.layers
-        KV = self.kv_heads
         self.cache = cache
-        self.trace = Trace(evicted=[[0] * KV for _ in range(L)])
+        self.trace = Trace(evicted=[[0] * KV for KV in self.kv_heads_of])
         heavies, recents = (n if isinstance(n, tuple) else (n,) * L for n in (heavy, recent))
         self.rules = [None] * L
         if heavy is not None:
-            self.rules = [self._rules(rule, *each) for each in zip(self.sights, heavies, recents)]
+            self.rules = [self.rules_of(layer, rule, *slots) for layer, slots in enumerate(zip(heavies, recents))]
         self.rotary = fresh_rotary(self.model)
         self.k = [None] * L
         self.v = [None] * L
         self.kept = []
-        for _ in range(L):
+        for KV in self.kv_heads_of:
             self.kept.append([set() for _ in range(KV)])
         fed = list(prompt)
         first = 0
@@ -498,12 +497,14 @@ class Oracle:
             fed = [token]
         return self.trace
 
-    def _rules(self, text: str, sight: float, heavy: int, recent: int) -> list[H2O]:
-        """The rules of a layer."""
-        rules = [make_rule(text, *within(sight, heavy, recent), h) for h in range(self.kv_heads)]
+    def rules_of(self, layer: int, text: str, heavy: int, recent: int) -> list[H2O]:
+        """The rule of each KV head of a layer."""
+        sight = self.sights[layer]
+        KV = self.kv_heads_of[layer]
+        rules = [make_rule(text, *within(sight, heavy, recent), h) for h in range(KV)]
         for rule in rules:
             rule.sight = sight
-            rule.group = self.group
+            rule.group = self.heads // KV
             if rule.grows and sight < float("inf"):
                 rule.slots = sight - 1
         return rules
@@ -533,8 +534,9 @@ class Oracle:
         self.k[layer] = stored_k if is_prompt else torch.cat([self.k[layer], stored_k])
         self.v[layer] = stored_v if is_prompt else torch.cat([self.v[layer], stored_v])
         of_a_head = self._prompt if is_prompt else self._token
-        groups = q.split(self.group, 1)
-        contexts = [of_a_head(layer, h, groups[h], k[:, h], v[:, h]) for h in range(self.kv_heads)]
+        KV = k.shape[1]
+        groups = q.split(self.heads // KV, 1)
+        contexts = [of_a_head(layer, h, groups[h], k[:, h], v[:, h]) for h in range(KV)]
         return torch.cat(contexts, 1).flatten(1)
 
     def _prompt(self, layer: int, h: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -580,7 +582,8 @@ class Oracle:
         sinks = self.w.get(f"layers.{layer}.self_attn.sinks")
         if sinks is None:
             return logits.softmax(-1)
-        own = sinks[h * self.group : (h + 1) * self.group, None, None].expand(*logits.shape[:2], 1)
+        G, n, _ = logits.shape
+        own = sinks[h * G : (h + 1) * G, None, None].expand(G, n, 1)
         return torch.cat([logits, own], -1).softmax(-1)[..., :-1]
 
     def _drop(self, layer: int, h: int, gone: set[int], gap: float) -> None:
@@ -640,8 +643,8 @@ class LlamaOracle(Oracle):
     def attend(self, layer, y):
         at = f"layers.{layer}.self_attn"
         q = self.linear(f"{at}.q_proj", y).view(len(y), self.heads, -1)
-        k = self.linear(f"{at}.k_proj", y).view(len(y), self.kv_heads, -1)
-        v = self.linear(f"{at}.v_proj", y).view(len(y), self.kv_heads, -1)
+        k = self.linear(f"{at}.k_proj", y).view(len(y), self.kv_heads_of[layer], -1)
+        v = self.linear(f"{at}.v_proj", y).view(len(y), self.kv_heads_of[layer], -1)
         if f"{at}.q_norm.weight" in self.w:
             q = self.rms_norm(f"{at}.q_norm", q)
             k = self.rms_norm(f"{at}.k_norm", k)

@@ -12,7 +12,7 @@ import copy
 from collections.abc import Sequence
 
 import torch
-from oracle import Oracle, fresh_rotary, make_rule, within
+from oracle import Oracle, fresh_rotary
 from torch import Tensor
 
 
@@ -30,17 +30,15 @@ class StreamOracle:
         self.oracle.attention = self.attention
         self.rolling = rolling
         layers = range(oracle.layers)
-        heads = range(oracle.kv_heads)
         self.k = [None for _ in layers]
         self.v = [None for _ in layers]
-        self.kept = {(layer, h): set() for layer in layers for h in heads}
         self.rules = {}
         for layer in layers:
-            for h in heads:
-                own = self.rules[layer, h] = make_rule(rule, *within(oracle.sights[layer], heavy, recent), h)
-                own.group = oracle.group
-                if not rolling:  # else the window is one of ranks, and all that are kept are in it
-                    own.sight = oracle.sights[layer]
+            for h, own in enumerate(oracle.rules_of(layer, rule, heavy, recent)):
+                self.rules[layer, h] = own
+                if rolling:  # the window is one of ranks, and all that are kept are in it
+                    own.sight = float("inf")
+        self.kept = {place: set() for place in self.rules}
         self.length = 0
         self.logits = None
         self.logprobs = []
@@ -89,8 +87,9 @@ class StreamOracle:
         is_first = self.k[layer] is None
         self.k[layer] = k if is_first else torch.cat([self.k[layer], k])
         self.v[layer] = v if is_first else torch.cat([self.v[layer], v])
-        groups = q.split(self.oracle.group, 1)
-        contexts = [self._head(layer, h, groups[h]) for h in range(self.oracle.kv_heads)]
+        KV = k.shape[1]
+        groups = q.split(q.shape[1] // KV, 1)
+        contexts = [self._head(layer, h, groups[h]) for h in range(KV)]
         return torch.cat(contexts, 1).flatten(1)
 
     def _head(self, layer: int, h: int, q: Tensor) -> Tensor:

@@ -68,6 +68,11 @@ class ModelSpec:
         return self.kinds[self.pattern[layer]] if self.kinds else self
 
     @property
+    def head_dims(self) -> set[int]:
+        """The sizes of heads of all layers."""
+        return {kind.head_dim for kind in self.kinds or (self,)}
+
+    @property
     def groups(self) -> int:
         """Query heads that share a head of K and V."""
         return self.heads // self.kv_heads
