@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import zoo
 from oracle import fresh_rotary
 from safetensors.torch import load_file
 from transformers.activations import ACT2FN
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 
 from h2o_flexgen.kernels.attention import Softmax, causal_attention
-from h2o_flexgen.models.parts import activation
+from h2o_flexgen.models.parts import activation, centred_rms_norm
 from h2o_flexgen.models.registry import family, read_spec
 from h2o_flexgen.models.rope import Positions, rotate_to
 
@@ -104,6 +107,23 @@ def test_without_positions_attention_gets_unrotated_queries_and_keys(tiny, name)
     late = maths.block(own, block, hidden.clone(), None, rotated)
     early = maths.block(own, block, hidden.clone(), POSITIONS, attend_as(own))
     assert torch.allclose(late, early, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_gemma_rounds_as_transformers_does(tiny, dtype):
+    """Norms are rounded once, after the product with 1 + weight; the factor of the embedding is rounded too."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(50, 40, generator=generator).to(dtype)
+    norm = Gemma2RMSNorm(40)
+    norm.weight.data = torch.randn(40, generator=generator).to(dtype)
+    found = centred_rms_norm({"norm.weight": norm.weight.data}, "norm", x, 1e-6)
+    # sums in another order may round a few differently
+    assert found.dtype == dtype and (found != norm(x)).float().mean() < (0.01 if dtype != torch.float32 else 1)
+    torch.testing.assert_close(found, norm(x))
+    spec = replace(read_spec(tiny("gemma2").folder), hidden=40)
+    ids = torch.arange(50)
+    found = family("gemma2").embed(spec, {}, lambda _, rows: x[rows], ids, POSITIONS)
+    assert torch.equal(found, x * torch.tensor(40**0.5).to(dtype))
 
 
 @pytest.mark.parametrize("name", ["relu", "gelu", "gelu_new", "gelu_fast", "silu", "tanh", "gelu_pytorch_tanh"])
