@@ -9,4 +9,6 @@ A family is one module of pure functions, named after its `model_type`. A new on
     embed(spec, w, gather, ids, positions)      ids (N,) int64 on the CPU -> hidden (N, E)
     block(spec, w, hidden, positions, attend)   hidden (N, E) -> hidden (N, E)
     logits(spec, w, hidden)                     last hidden states (B, E), contiguous -> logits (B, V)
+
+A family whose layers differ makes its spec with `spec.of_layers`; `block` gets the layer's own.
 """
