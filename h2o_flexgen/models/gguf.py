@@ -161,10 +161,9 @@ class GGUFFile:
         """What only Gemma's configs have, by the rules of llama.cpp."""
         is_second = self.architecture == "gemma2"
         is_largest = config["num_hidden_layers"] == LARGEST_GEMMAS[self.architecture]
+        width = config["hidden_size"] // config["num_attention_heads"]
         own = {
-            "query_pre_attn_scalar": config["hidden_size"] // config["num_attention_heads"]
-            if is_largest
-            else config["head_dim"],
+            "query_pre_attn_scalar": width if is_largest else config["head_dim"],
             "sliding_window": self._get("attention.sliding_window", 4096 if is_second else None),
             "attn_logit_softcapping": self._get("attn_logit_softcapping", 50.0),
             "final_logit_softcapping": self._get("final_logit_softcapping", 30.0 if is_second else 0.0) or None,
