@@ -209,8 +209,8 @@ def test_the_cache_holds_the_positions_of_the_oracle(tiny, run, monkeypatch, nam
     seen = []
     decode = FixedRule.decode
 
-    def spy(self, cache, q, k, v, rows):
-        result = decode(self, cache, q, k, v, rows)
+    def spy(self, cache, q, k, v, rows, sinks):
+        result = decode(self, cache, q, k, v, rows, sinks)
         seen.append((int((rows.length - rows.prompt)[0]) + 1, cache.position.tolist()))
         return result
 
