@@ -16,4 +16,6 @@ experts return to the hidden states:
     attention(spec, w, hidden, positions, attend)   hidden (N, E) -> hidden (N, E)
     route(spec, w, hidden)                          -> x (N, E), which experts read, and the `Routing` of all tokens
     expert(spec, w, x)                              rows of x (n, E) -> (n, E), by the tensors of one expert
+
+A family whose layers differ makes its spec with `spec.of_layers`; these functions get the layer's own.
 """
