@@ -79,22 +79,28 @@ def write_checkpoint(config: dict, folder: Path, dtype: str) -> Path:
 
 
 def write_gguf(config: dict, path: Path, kind: str) -> None:
-    """Write a LLaMA with random matrices of type `kind` and vectors of ones in fp32, without a tokenizer."""
+    """Write a LLaMA, or a mixture of experts, with random matrices of type `kind`, random routers and vectors of ones
+    in fp32, without a tokenizer."""
     import gguf
 
     spec = spec_of(config)
-    writer = gguf.GGUFWriter(path, "llama")
+    arch = {"qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss"}.get(spec.model_type, "llama")
+    writer = gguf.GGUFWriter(path, arch)
     sizes = {"vocab_size": spec.vocab, "block_count": spec.layers, "context_length": spec.positions}
     sizes |= {"embedding_length": spec.hidden, "feed_forward_length": spec.inner}
     sizes |= {"head_count": spec.heads, "head_count_kv": spec.kv_heads, "rope_freq_base": config["rope_theta"]}
     sizes |= dict.fromkeys(("key_length", "value_length", "rope_dimension_count"), spec.head_dim)
+    if spec.experts:
+        sizes |= {"expert_count": spec.experts, "expert_used_count": spec.active}
+        sizes |= {"expert_feed_forward_length": spec.expert_inner}
     for name, value in ({"tokenizer_model": "none", "layer_norm_rms_eps": spec.eps} | sizes).items():
         getattr(writer, f"add_{name}")(value)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, spec.layers)
+    names = gguf.get_tensor_name_map(next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == arch), spec.layers)
     pool = np.frombuffer(np.random.default_rng(0).bytes(POOL), np.uint8)
     stored = {}  # {name: (shape in bytes or floats, GGUF type)}
     for layer in family(spec.model_type).tensors(spec):
-        for name, shape in layer.shapes.items():
+        stacks = {name.replace(".{}", ""): (layer.experts, *shape) for name, shape in layer.expert.values()}
+        for name, shape in (layer.units[0].shapes | stacks).items():
             module, _, part = name.rpartition(".")
             gguf_name = f"{names.get_name(module)}.{part}"
             if gguf_name in stored:  # the head is tied to the embedding
@@ -102,19 +108,21 @@ def write_gguf(config: dict, path: Path, kind: str) -> None:
             raw = None
             own = "F32"
             dtype = np.dtype(np.float32)
-            if len(shape) > 1:
+            if len(shape) > 1 and "ffn_gate_inp" not in gguf_name:
                 own = type_of(gguf_name, kind, spec)
                 raw = gguf.GGMLQuantizationType[own]
                 dtype = np.dtype(np.uint8)
-                shape = (shape[0], *GGUF[own].row_bytes(shape[1]))
+                shape = (*shape[:-1], *GGUF[own].row_bytes(shape[-1]))
             stored[gguf_name] = shape, own
             writer.add_tensor_info(gguf_name, shape, dtype, int(np.prod(shape)) * dtype.itemsize, raw)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    for shape, own in stored.values():
+    for n, (shape, own) in enumerate(stored.values()):
         data = np.ones(shape, np.float32)
-        if len(shape) > 1:
+        if len(shape) > 1 and own == "F32":
+            data = np.random.default_rng(n).normal(0, STD, shape).astype(np.float32)
+        elif len(shape) > 1:
             data = np.resize(pool, shape)
             set_scales(data.reshape(-1, GGUF[own].layout.nbytes), own)
         writer.write_tensor_data(data)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import gguf
@@ -15,6 +16,19 @@ from safetensors.torch import load_file
 from h2o_flexgen.formats import GGUF
 
 
+def stacked(state: dict) -> dict:
+    """A state dict with the matrices of a layer's experts as one tensor."""
+    found = {}
+    experts = {}
+    for name, tensor in state.items():
+        template, number, end = (re.split(r"experts\.(\d+)\.", name) + ["", ""])[:3]
+        if number:
+            experts.setdefault(f"{template}experts.{end}", {})[int(number)] = tensor
+        else:
+            found[name] = tensor
+    return found | {name: torch.stack([of[n] for n in range(len(of))]) for name, of in experts.items()}
+
+
 def write_gguf(
     path: Path, tiny: zoo.Tiny, kind: Type = Type.F32, arch: str = "llama", endianess=None, others=None, **metadata
 ) -> Path:
@@ -24,6 +38,8 @@ def write_gguf(
     writer = gguf.GGUFWriter(path, arch, endianess=endianess or gguf.GGUFEndian.LITTLE)
     # transformers 4 has no `rope_parameters`
     rope = getattr(config, "rope_parameters", None) or {"rope_type": "default", "rope_theta": config.rope_theta}
+    local = rope.get("sliding_attention")
+    rope = rope.get("full_attention", rope)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -35,17 +51,33 @@ def write_gguf(
     writer.add_head_count_kv(config.num_key_value_heads)
     head_dim = getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
     writer.add_key_length(head_dim)
-    writer.add_rope_dimension_count(head_dim)
+    writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    if arch in ("gemma2", "gemma3", "phi3"):
+        writer.add_sliding_window(config.sliding_window or 0)
+    if arch == "gemma2":
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    if arch == "gemma3":
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+        writer.add_rope_freq_base_swa(local["rope_theta"])
+    if rope["rope_type"] == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(rope["factor"])
+    if hasattr(config, "num_local_experts"):
+        writer.add_expert_count(config.num_local_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        if hasattr(config, "moe_intermediate_size"):
+            writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     for key, value in metadata.items():
         writer.kv_data[0].pop(key.replace("__", "."), None)
         writer.add_key_value(key.replace("__", "."), value, gguf.GGUFValueType.get_type(value))
     names = gguf.get_tensor_name_map(
         next(a for a, text in gguf.MODEL_ARCH_NAMES.items() if text == arch), config.num_hidden_layers
     )
-    for name, tensor in load_file(tiny.folder / "model.safetensors").items():
+    for name, tensor in stacked(load_file(tiny.folder / "model.safetensors")).items():
         module, _, part = name.rpartition(".")
-        data = in_llama_cpps_order(module, tensor, config, arch).float().numpy()
+        data = as_llama_cpps(module, tensor, config, arch).float().numpy()
         stored = Type.F32
         if data.ndim > 1:
             stored = next((other for ending, other in (others or {}).items() if module.endswith(ending)), kind)
@@ -80,12 +112,12 @@ def quantised(data: np.ndarray, kind: Type) -> np.ndarray:
         return raw.flatten(1).numpy()
 
 
-def in_llama_cpps_order(module: str, tensor, config, arch: str):
+def as_llama_cpps(module: str, tensor, config, arch: str):
     if arch == "llama" and module.endswith(("q_proj", "k_proj")):
         heads = config.num_attention_heads if module.endswith("q_proj") else config.num_key_value_heads
         halves = tensor.view(heads, 2, tensor.shape[0] // heads // 2, *tensor.shape[1:])
         return halves.swapaxes(1, 2).reshape(tensor.shape)
-    return tensor
+    return tensor + 1 if arch.startswith("gemma") and module.endswith("norm") else tensor
 
 
 def one_tensor(path: Path, data: np.ndarray, kind: Type) -> Path:

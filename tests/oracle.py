@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from torch import Tensor
+from transformers.activations import ACT2FN
 
 
 @dataclass
@@ -631,28 +632,52 @@ class LlamaOracle(Oracle):
 
     def __init__(self, model, dtype: torch.dtype = torch.float64):
         super().__init__(model, dtype)
-        self.act = model.model.layers[0].mlp.act_fn
+        self.act = ACT2FN[getattr(self.config, "hidden_act", None) or self.config.hidden_activation]
 
     def embed(self, tokens, positions):
         return self.w["embed_tokens.weight"][tokens]
 
     def block(self, layer, x):
+        x = x + self.attend(layer, self.rms_norm(f"layers.{layer}.input_layernorm", x))
+        return x + self.gated(layer, self.rms_norm(f"layers.{layer}.post_attention_layernorm", x))
+
+    def attend(self, layer, y):
         at = f"layers.{layer}.self_attn"
-        mlp = f"layers.{layer}.mlp"
-        y = self.rms_norm(f"layers.{layer}.input_layernorm", x)
-        q = self.linear(f"{at}.q_proj", y).view(len(x), self.heads, -1)
-        k = self.linear(f"{at}.k_proj", y).view(len(x), self.kv_heads_of[layer], -1)
-        v = self.linear(f"{at}.v_proj", y).view(len(x), self.kv_heads_of[layer], -1)
+        q = self.linear(f"{at}.q_proj", y).view(len(y), self.heads, -1)
+        k = self.linear(f"{at}.k_proj", y).view(len(y), self.kv_heads_of[layer], -1)
+        v = self.linear(f"{at}.v_proj", y).view(len(y), self.kv_heads_of[layer], -1)
         if f"{at}.q_norm.weight" in self.w:
             q = self.rms_norm(f"{at}.q_norm", q)
             k = self.rms_norm(f"{at}.k_norm", k)
-        x = x + self.linear(f"{at}.o_proj", self.attention(layer, self.rotate(q), self.rotate(k), v))
-        y = self.rms_norm(f"layers.{layer}.post_attention_layernorm", x)
-        gated = self.act(self.linear(f"{mlp}.gate_proj", y)) * self.linear(f"{mlp}.up_proj", y)
-        return x + self.linear(f"{mlp}.down_proj", gated)
+        return self.linear(f"{at}.o_proj", self.attention(layer, self.rotate(q), self.rotate(k), v))
+
+    def gated(self, layer, y):
+        at = f"layers.{layer}.mlp"
+        gated = self.act(self.linear(f"{at}.gate_proj", y)) * self.linear(f"{at}.up_proj", y)
+        return self.linear(f"{at}.down_proj", gated)
 
     def logits(self, x):
         return self.linear("lm_head", self.rms_norm("norm", x))
+
+
+class ExpertsOracle(LlamaOracle):
+    """Mixtral and Qwen3's mixtures of experts: each token by itself."""
+
+    def gated(self, layer, y):
+        at = f"layers.{layer}.mlp"
+        if f"{at}.experts.down_proj" not in self.w:
+            return super().gated(layer, y)
+        return torch.stack([self._token_mlp(at, token) for token in y])
+
+    def _token_mlp(self, at: str, x: Tensor) -> Tensor:
+        shares = self.linear(f"{at}.gate", x).softmax(-1)
+        chosen = shares.argsort(descending=True)[: self.config.num_experts_per_tok].tolist()
+        whole = sum(shares[e] for e in chosen) if getattr(self.config, "norm_topk_prob", True) else 1
+        found = torch.zeros_like(x)
+        for e in chosen:
+            gate, up = (self.w[f"{at}.experts.gate_up_proj"][e] @ x).chunk(2)
+            found += shares[e] / whole * (self.w[f"{at}.experts.down_proj"][e] @ (self.act(gate) * up))
+        return found
 
 
 class NeoXOracle(Oracle):
@@ -682,8 +707,75 @@ class NeoXOracle(Oracle):
         return self.linear("lm_head", self.norm("final_layer_norm", x, self.config.layer_norm_eps))
 
 
+class GemmaOracle(LlamaOracle):
+    """Gemma 2 and 3."""
+
+    def embed(self, tokens, positions):
+        return self.w["embed_tokens.weight"][tokens] * self.config.hidden_size**0.5
+
+    def rms_norm(self, name, x):
+        square = (x * x).mean(-1, keepdim=True)
+        return x / torch.sqrt(square + self.config.rms_norm_eps) * (1 + self.w[f"{name}.weight"])
+
+    def block(self, layer, x):
+        at = f"layers.{layer}"
+        self.angles, self.scale = self.turns[self.config.layer_types[layer]]
+        y = self.rms_norm(f"{at}.input_layernorm", x)
+        y = self.rms_norm(f"{at}.post_attention_layernorm", self.attend(layer, y))
+        x = x + y
+        y = self.gated(layer, self.rms_norm(f"{at}.pre_feedforward_layernorm", x))
+        return x + self.rms_norm(f"{at}.post_feedforward_layernorm", y)
+
+    def logits(self, x):
+        cap = self.config.final_logit_softcapping
+        y = super().logits(x)
+        return y if cap is None else cap * torch.tanh(y / cap)
+
+    def turn_to(self, positions):
+        self.turns = {}
+        for kind in set(self.config.layer_types):
+            super().turn_to(positions)
+            self.turns[kind] = self.angles, self.scale
+
+
+class Gemma3Oracle(GemmaOracle):
+    """With another rotation in layers with a window."""
+
+    def turn_to(self, positions):
+        rotary = self.rotary
+        self.turns = {}
+        for kind in set(self.config.layer_types):
+            rotary(torch.zeros(1), positions, kind)
+            each = getattr(rotary, f"{kind}_inv_freq").to(self.dtype)
+            self.turns[kind] = positions[0, :, None].to(self.dtype) * each, getattr(rotary, f"{kind}_attention_scaling")
+
+
+class Phi3Oracle(LlamaOracle):
+    """Phi-3: LLaMA with its matrices cut out of fused ones."""
+
+    def __init__(self, model, dtype: torch.dtype = torch.float64):
+        Oracle.__init__(self, model, dtype)
+        self.act = ACT2FN[self.config.hidden_act]
+        head_dim = self.config.hidden_size // self.heads
+        for layer in range(self.layers):
+            at = f"layers.{layer}"
+            sizes = [n * head_dim for n in (self.heads, self.kv_heads, self.kv_heads)]
+            qkv = self.w[f"{at}.self_attn.qkv_proj.weight"].split(sizes)
+            gate_up = self.w[f"{at}.mlp.gate_up_proj.weight"].chunk(2)
+            self.w |= {f"{at}.self_attn.{name}_proj.weight": matrix for name, matrix in zip("qkv", qkv)}
+            self.w |= {f"{at}.mlp.{name}_proj.weight": matrix for name, matrix in zip(("gate", "up"), gate_up)}
+
+
 #: families whose blocks are not LLaMA's
-ORACLES = {"opt": OptOracle, "gpt_neox": NeoXOracle}
+ORACLES = {
+    "opt": OptOracle,
+    "gpt_neox": NeoXOracle,
+    "gemma2": GemmaOracle,
+    "gemma3_text": Gemma3Oracle,
+    "phi3": Phi3Oracle,
+    "qwen3_moe": ExpertsOracle,
+    "mixtral": ExpertsOracle,
+}
 
 
 def oracle_of(model) -> Oracle:

@@ -7,8 +7,9 @@ A method's writer takes a matrix (O, I) and gives its tensors, by suffix, and wh
 from __future__ import annotations
 
 import json
+import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,6 +34,7 @@ class Case(NamedTuple):
     variant: str = "llama"
     floats: torch.dtype | None = None  # the type of matrices that cannot be streamed as codes
     with_head: bool = False  # the head is quantised too
+    only: str = ""  # a pattern of the matrices that are quantised
 
 
 # codes of 4 bits with zeros
@@ -67,16 +69,16 @@ def in_order(w: Tensor, group: int = GROUP) -> Tensor:
     return torch.arange(w.shape[1]) // (w.shape[1] if group < 0 else group)
 
 
-def gptq(version: int = 1, group: int = GROUP, shuffled: bool = False, dtype=torch.float16):
+def gptq(version: int = 1, group: int = GROUP, act_order: bool = False, dtype=torch.float16):
     def write(w: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         groups = in_order(w, group)
-        if shuffled:
-            groups = groups[torch.randperm(len(groups), generator=torch.Generator().manual_seed(0))]
+        if act_order:
+            groups = shuffled(groups)
         codes, scale, zero = quantised(w, groups, 1, dtype)
         stored = zero - 1 if version == 1 else zero
         tensors = {"qweight": words(codes.t()), "qzeros": words(stored).t(), "scales": scale.t()}
         found = meant(codes, scale, zero, groups)
-        if shuffled:
+        if act_order:
             found = ((codes - zero[:, groups]).to(dtype) * scale[:, groups]).float()
         return tensors | {"g_idx": groups.int()}, found
 
@@ -90,9 +92,13 @@ def awq(w: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     return tensors, meant(codes, scale, zero, in_order(w))
 
 
-def pack_quantized(symmetric: bool, dtype=torch.bfloat16):
+def shuffled(groups: Tensor) -> Tensor:
+    return groups[torch.randperm(len(groups), generator=torch.Generator().manual_seed(0))]
+
+
+def pack_quantized(symmetric: bool, act_order: bool = False, dtype=torch.bfloat16):
     def write(w: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        groups = in_order(w)
+        groups = shuffled(in_order(w)) if act_order else in_order(w)
         codes, scale, zero = quantised(w, groups, 0, dtype)
         if symmetric:
             scale = (torch.stack([part.abs().amax(1) for part in w.split(GROUP, 1)], 1) / 7.5).to(dtype)
@@ -100,6 +106,9 @@ def pack_quantized(symmetric: bool, dtype=torch.bfloat16):
             codes = (w / scale.float()[:, groups] + 8).round().clamp(0, 15)
         tensors = {"weight_packed": words(codes.t()).t(), "weight_scale": scale, "weight_shape": torch.tensor(w.shape)}
         tensors |= {} if symmetric else {"weight_zero_point": words(zero)}
+        if act_order:
+            found = ((codes - zero[:, groups]).to(dtype) * scale[:, groups]).float()
+            return tensors | {"weight_g_idx": groups.int()}, found
         return tensors, meant(codes, scale, zero, groups)
 
     return write
@@ -170,24 +179,26 @@ NF4_CONFIG = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_qu
 INT8 = {"quant_method": "bitsandbytes", "load_in_8bit": True}
 
 
-def compressed_tensors(form: str, **weights) -> dict:
-    groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}}
+def compressed_tensors(form: str, targets: Sequence[str] = ("Linear",), **weights) -> dict:
+    groups = {"group_0": {"targets": [*targets], "weights": weights, "input_activations": None}}
     return {"quant_method": "compressed-tensors", "format": form, "config_groups": groups, "ignore": ["lm_head"]}
 
 
-PACKED = compressed_tensors("pack-quantized", num_bits=4, type="int", strategy="group", group_size=GROUP)
-UNEVEN = compressed_tensors(
-    "pack-quantized", num_bits=4, type="int", strategy="group", group_size=GROUP, symmetric=False
-)
+BY_GROUP = dict(num_bits=4, type="int", strategy="group", group_size=GROUP)
+PACKED = compressed_tensors("pack-quantized", **BY_GROUP)
+UNEVEN = compressed_tensors("pack-quantized", **BY_GROUP, symmetric=False)
+ACT_ORDER = compressed_tensors("pack-quantized", **BY_GROUP, actorder="dynamic")
+SOME = compressed_tensors("pack-quantized", ("re:.*mlp", "model.layers.0.self_attn.q_proj"), **BY_GROUP)
 CHANNELS = compressed_tensors("float-quantized", num_bits=8, type="float", strategy="channel")
 CASES = {
     "gptq": Case(GPTQ, gptq()),
     "gptq v2 with biases": Case(V2, gptq(version=2), "llama_biases_llama3"),
     "gptq of one group": Case(GPTQ | {"group_size": -1, "desc_act": True}, gptq(group=-1)),
-    "gptq in act-order": Case(GPTQ | {"desc_act": True}, gptq(shuffled=True), floats=torch.float16),
+    "gptq in act-order": Case(GPTQ | {"desc_act": True}, gptq(act_order=True), floats=torch.float16),
     "gptq with its head": Case(GPTQ | {"lm_head": True}, gptq(), with_head=True),
     "gptq in bfloat16": Case(GPTQ, gptq(dtype=torch.bfloat16)),
     "awq": Case(AWQ, awq),
+    "awq of some": Case(AWQ | {"modules_to_not_convert": ["up_proj"]}, awq, only="(?<!up_proj).weight"),
     "fp8 blocks": Case(BLOCKS, fp8("block", dtype=torch.bfloat16)),
     "fp8 large blocks": Case(BLOCKS | {"weight_block_size": [128, 128]}, fp8("block", block=(128, 128))),
     "fp8 tensor": Case({"quant_method": "fp8"}, fp8("tensor", "weight_scale")),
@@ -195,6 +206,8 @@ CASES = {
     "float-quantized": Case(CHANNELS, fp8("row", "weight_scale", torch.bfloat16)),
     "pack-quantized": Case(PACKED, pack_quantized(True)),
     "pack-quantized with zeros": Case(UNEVEN, pack_quantized(False)),
+    "pack-quantized in act-order": Case(ACT_ORDER, pack_quantized(True, True, torch.float16), floats=torch.float16),
+    "pack-quantized of some": Case(SOME, pack_quantized(True), only=r"mlp|layers\.0\.self_attn\.q_proj"),
     "nf4": Case(NF4_CONFIG, four_bits("nf4")),
     "nf4 nested": Case(NF4_CONFIG | {"bnb_4bit_use_double_quant": True}, four_bits("nf4", nested=True)),
     "fp4": Case(NF4_CONFIG | {"bnb_4bit_quant_type": "fp4"}, four_bits("fp4")),
@@ -216,7 +229,7 @@ def build(case: Case, plain: zoo.Tiny, folder: Path) -> Checkpoint:
     stored = {}
     for name, tensor in state.items():
         is_kept = name.startswith("model.embed") or (name.startswith("lm_head") and not case.with_head)
-        if tensor.dim() < 2 or is_kept:
+        if tensor.dim() < 2 or is_kept or not re.search(case.only, name):
             stored[name] = tensor
             continue
         tensors, matrices[name] = case.write(tensor)

@@ -65,6 +65,31 @@ def test_the_peak_stays_near_the_plan(tmp_path, config, placement, rule, formats
     assert 0.99 * planned["disk"] <= peak["disk"] <= planned["disk"]
 
 
+#: under a limit; prints whether the head was read in slices, and peak and plan of RAM
+LIMITED = """
+import json, sys
+from h2o_flexgen import LLM, Policy, SamplingParams
+from h2o_flexgen.machine import memory
+how = dict(path="_DUMMY_", device="cpu", dtype="float32", progress=False, mem=int(sys.argv[2]))
+with LLM(sys.argv[1], Policy(4, 2, (0,) * 6), **how) as llm:
+    llm.generate([list(range(1, 33))] * 8, SamplingParams(max_tokens=3))
+    is_sliced, plan = llm.choice.placement.sliced is not None, llm.choice.plan
+    print(json.dumps([is_sliced, memory.peak_resident(), plan.needed("ram")]))
+"""
+
+
+def test_a_limit_that_the_head_exceeds_is_kept_by_reading_it_in_slices(tmp_path):
+    limit = 600 << 20
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"num_hidden_layers": 2}))
+    argv = [sys.executable, "-c", LIMITED, str(tmp_path), str(limit)]
+    done = subprocess.run(argv, env=environment(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    is_sliced, peak, planned = json.loads(done.stdout)
+    print(peak / planned)
+    assert is_sliced and planned <= limit
+    assert planned - (64 << 20) < peak < 1.01 * planned  # 48 MiB are planned for libraries
+
+
 #: streams that outgrow their caches; prints peak and plan of RAM and disk
 SESSION = """
 import json, sys

@@ -231,7 +231,7 @@ def test_any_rows_under_any_policy(tiny, policy, budget, rows, ending, group_row
     params = [SamplingParams(max_tokens=most) for _, most in rows]
     kv_budget = budget and KVBudget.from_size(*budget)
     with pytest.MonkeyPatch.context() as patch, LLM(str(model.folder), Policy(**policy), kv_budget, **OPTIONS) as llm:
-        patch.setattr("h2o_flexgen.engine.batch.GROUP_ROWS", group_rows)
+        patch.setattr("h2o_flexgen.planning.workload.GROUP_ROWS", group_rows)
         llm.eos_ids = frozenset([ending])
         assert [output.outputs[0].token_ids for output in llm.generate(prompts, params)] == expected
 

@@ -53,6 +53,8 @@ BASE = {
         eos_token_id=2,
     ),
     "mistral": {**LLAMA, "sliding_window": None},
+    "mixtral": {**LLAMA, "sliding_window": None, "num_local_experts": 4},
+    "qwen3_moe": {**LLAMA, "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "head_dim": 8},
     "gpt_neox": dict(
         vocab_size=96,
         hidden_size=32,
@@ -63,6 +65,9 @@ BASE = {
         eos_token_id=2,
     ),
 }
+BASE["gemma2"] = {**LLAMA, "head_dim": 8, "sliding_window": 64, "query_pre_attn_scalar": 11}
+BASE["gemma3_text"] = {**BASE["gemma2"], "num_hidden_layers": 3, "sliding_window_pattern": 3}
+BASE["phi3"] = {**LLAMA, "pad_token_id": 0, "original_max_position_embeddings": 128}
 LINEAR = dict(rope_theta=5e3, rope_scaling={"type": "linear", "factor": 2.5})
 #: texts are longer than 16 positions
 DYNAMIC = dict(max_position_embeddings=16, rope_scaling={"rope_type": "dynamic", "factor": 4.0})
@@ -85,6 +90,14 @@ LONGROPE = dict(
     original_max_position_embeddings=16,
     rope_scaling={"type": "longrope", "factor": 2.0, "short_factor": [1.0, 1.1, 1.3], "long_factor": [1.5, 2.5, 4.0]},
 )
+#: texts are all longer than the original 3 positions: transformers computes keys again when a text outgrows them
+SHORT_LONGROPE = dict(
+    original_max_position_embeddings=3,
+    rope_scaling={"type": "longrope", "short_factor": [1.0, 1.1], "long_factor": [1.5, 4.0]},
+)
+NO_CAPS = dict(attn_logit_softcapping=None, final_logit_softcapping=None)
+FULL = "full_attention"
+SLIDING = "sliding_attention"
 THREE = dict(num_attention_heads=6, num_key_value_heads=2)
 EIGHT = dict(num_attention_heads=8, num_key_value_heads=1, hidden_size=32)
 #: model_type -> {variant: changes to its config}; the first variant of a family runs in the most tests
@@ -138,6 +151,20 @@ VARIANTS = {
         "qwen3_groups_of_8_dynamic": dict(**EIGHT, **DYNAMIC, head_dim=4),
         "qwen3_no_groups_biases_llama3": dict(**LLAMA3, num_key_value_heads=4, head_dim=6, attention_bias=True),
     },
+    "qwen3_moe": {
+        "qwen3_moe": dict(norm_topk_prob=True),
+        "qwen3_moe_one_of_seven_dense_first": dict(num_experts=7, num_experts_per_tok=1, mlp_only_layers=[0]),
+        "qwen3_moe_all_of_three_tied": dict(
+            num_experts=3, num_experts_per_tok=3, decoder_sparse_step=2, tie_word_embeddings=True
+        ),
+        "qwen3_moe_groups_of_3_yarn": dict(**THREE, **YARN, num_experts=6, norm_topk_prob=True),
+    },
+    "mixtral": {
+        "mixtral": dict(),
+        "mixtral_of_one_expert_tied": dict(num_local_experts=1, num_experts_per_tok=1, tie_word_embeddings=True),
+        "mixtral_three_of_eight_linear": dict(**LINEAR, num_local_experts=8, num_experts_per_tok=3, head_dim=8),
+        "mixtral_no_groups_llama3": dict(**LLAMA3, num_key_value_heads=4),
+    },
     "gpt_neox": {
         "gpt_neox": dict(rotary_pct=0.5),
         "gpt_neox_serial_tied": dict(use_parallel_residual=False, tie_word_embeddings=True),
@@ -147,6 +174,49 @@ VARIANTS = {
         "gpt_neox_no_bias_dynamic": dict(**DYNAMIC, attention_bias=False, rotary_pct=1.0, rotary_emb_base=3000),
         "gpt_neox_one_head_yarn": dict(**YARN, num_attention_heads=1, hidden_act="gelu_fast"),
     },
+    "gemma2": {
+        "gemma2": dict(attn_logit_softcapping=5.0, final_logit_softcapping=20.0, tie_word_embeddings=True),
+        "gemma2_groups_of_3_untied_no_caps_linear": dict(
+            **THREE, **LINEAR, head_dim=10, tie_word_embeddings=False, hidden_size=30, **NO_CAPS
+        ),
+        "gemma2_groups_of_8_biases": dict(
+            **EIGHT, attention_bias=True, layer_types=[FULL, SLIDING], attn_logit_softcapping=3.0, vocab_size=77
+        ),
+        "gemma2_no_groups_windows_everywhere": dict(
+            num_key_value_heads=4,
+            hidden_size=20,
+            layer_types=[SLIDING] * 2,
+            hidden_activation="silu",
+            rms_norm_eps=1e-3,
+        ),
+    },
+    "gemma3_text": {
+        "gemma3_text": dict(tie_word_embeddings=True),
+        "gemma3_text_groups_of_3_linear_untied": dict(
+            **THREE,
+            rope_theta=5e4,
+            rope_local_base_freq=3e3,
+            rope_scaling={"rope_type": "linear", "factor": 8.0},
+            head_dim=10,
+            hidden_size=30,
+            tie_word_embeddings=False,
+            final_logit_softcapping=20.0,
+        ),
+        "gemma3_text_groups_of_8_biases": dict(
+            **EIGHT, attention_bias=True, layer_types=[FULL, SLIDING, FULL], head_dim=4, vocab_size=77
+        ),
+        "gemma3_text_no_groups_dynamic": dict(
+            **DYNAMIC, num_key_value_heads=4, layer_types=[SLIDING, SLIDING, FULL], rms_norm_eps=1e-3
+        ),
+    },
+    "phi3": {
+        "phi3": dict(hidden_size=32),
+        "phi3_groups_of_3_partial_tied_window": dict(
+            **THREE, hidden_size=48, partial_rotary_factor=0.75, tie_word_embeddings=True, sliding_window=64
+        ),
+        "phi3_groups_of_8_longrope": dict(**EIGHT, **SHORT_LONGROPE, rms_norm_eps=1e-3, hidden_act="gelu"),
+        "phi3_no_groups_odd_vocab": dict(num_key_value_heads=None, vocab_size=77, rope_theta=5e3),
+    },
 }
 FAMILY = {name: model_type for model_type, variants in VARIANTS.items() for name in variants}
 CONFIGS = {name: {**BASE.get(FAMILY[name], LLAMA), **VARIANTS[FAMILY[name]][name]} for name in FAMILY}
@@ -154,6 +224,8 @@ CONFIGS = {name: {**BASE.get(FAMILY[name], LLAMA), **VARIANTS[FAMILY[name]][name
 BY_LENGTH = [name for name in CONFIGS if "dynamic" in name or "longrope" in name]
 #: those with layers whose sliding window is shorter than the texts of tests
 WINDOWS = ["mistral_window", "qwen2_window_of_two_layers"]
+#: those whose layers rotate differently
+BY_LAYER = [name for name in CONFIGS if FAMILY[name] == "gemma3_text"]
 #: family -> its first variant
 FIRST = {model_type: next(iter(variants)) for model_type, variants in VARIANTS.items()}
 
@@ -288,8 +360,10 @@ def build(name: str, folder: Path, seed: int = 0, **changes) -> Tiny:
         for key, tensor in model.named_parameters():
             if key.endswith("bias"):
                 tensor.normal_(0, 0.1)
+            elif "experts" in key:
+                tensor.normal_(0, 0.7)
             elif "norm" in key:
-                tensor.normal_(1, 0.3)
+                tensor.normal_(0 if "gemma" in name else 1, 0.3)  # Gemma's are stored less 1
             elif "embed" in key:
                 tensor.normal_(0, 0.8)
             else:

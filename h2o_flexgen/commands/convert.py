@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 KEPT = (".json", ".model", ".txt", ".jinja", ".tiktoken")
 #: bytes of the largest of them
 MOST_KEPT = 1 << 26
+#: end of a message about lack of space
+OTHER_DISK = "name a folder on another disk"
 
 
 def make_parser(prog: str) -> options.Parser:
@@ -43,35 +45,44 @@ def make_parser(prog: str) -> options.Parser:
 
 
 def run(args: argparse.Namespace) -> None:
-    import torch
     from safetensors import SafetensorError
+
+    target = Path(os.path.abspath(args.output))
+    if os.path.lexists(target):
+        raise UserError(f"{target} exists: name a new folder")
+    try:
+        with new_folder(target) as partial:
+            before = convert(args.model, args.to, partial)
+    except (OSError, SafetensorError) as e:
+        cause = (isinstance(e, OSError) and e.strerror) or reason(e)
+        raise UserError(f"cannot write {args.output}: {cause}") from None
+    after = sum(file.stat().st_size for file in target.glob("*.safetensors"))
+    print_text(f"wrote {args.output}: {gib(after)} of weights instead of {gib(before)}")
+
+
+def convert(model: str, kind: str, target: Path) -> int:
+    """Write a model into a folder, which must have room for it before anything is downloaded or read. Returns the bytes
+    of its weights until now. Raises UserError; OSError or SafetensorError for a folder that cannot be written."""
+    import torch
 
     from h2o_flexgen.engine.model import open_source
     from h2o_flexgen.formats.forms import CONVERTED, compressed
     from h2o_flexgen.models.registry import family, read_spec, stored_dtype
     from h2o_flexgen.models.source import find_model
-    from h2o_flexgen.models.spec import shapes_of
+    from h2o_flexgen.models.spec import compressible, shapes_of
+    from h2o_flexgen.storage.convert import check_room
 
-    target = Path(os.path.abspath(args.output))
-    if os.path.lexists(target):
-        raise UserError(f"{target} exists: name a new folder")
-    weights, folder = find_model(args.model)
-    spec = read_spec(folder)
+    spec = read_spec(find_model(model, weights=False)[1])
     layers = family(spec.model_type).tensors(spec)
-    formats = compressed(args.to, [layer.shapes for layer in layers], CONVERTED)
+    shapes = shapes_of(layers)
+    formats = compressed(kind, compressible(layers), CONVERTED)
+    check_room(target, model, sum(form.nbytes(shapes[name]) for name, form in formats.items()), OTHER_DISK)
+    weights, folder = find_model(model)
     dtype = getattr(torch, stored_dtype(folder) or "bfloat16")
     source = open_source(weights, folder, spec, layers, dtype, None, True)
-    shapes = shapes_of(layers)
-    try:
-        with new_folder(target) as partial:
-            write(partial, source, shapes, formats)
-            copy_others(folder, partial, args.to)
-    except (OSError, SafetensorError) as e:
-        cause = (isinstance(e, OSError) and e.strerror) or reason(e)
-        raise UserError(f"cannot write {args.output}: {cause}") from None
-    before = sum(source.find(name).nbytes for name in shapes)
-    after = sum(file.stat().st_size for file in target.glob("*.safetensors"))
-    print_text(f"wrote {args.output}: {gib(after)} of weights instead of {gib(before)}")
+    write(target, source, shapes, formats)
+    copy_others(folder, target, kind)
+    return sum(source.find(name).nbytes for name in shapes)
 
 
 @contextmanager
@@ -79,23 +90,37 @@ def new_folder(target: Path) -> Iterator[Path]:
     """A folder beside `target` that becomes it at the end of the block, whole or not at all. Raises UserError while
     another process makes it; OSError."""
     partial = target.with_name(f".{target.name}.partial")
-    partial.mkdir(parents=True, exist_ok=True)
+    missing = [folder for folder in target.parents if not os.path.exists(folder)]
+    try:
+        partial.mkdir(parents=True, exist_ok=True)
+        with locked(partial, target):
+            for path in partial.iterdir():  # left by a process that was killed
+                path.unlink()
+            try:
+                yield partial
+                for path in (*partial.iterdir(), partial):  # else a power failure could leave a name without bytes
+                    sync(path)
+                partial.rename(target)
+            except BaseException:
+                shutil.rmtree(partial, ignore_errors=True)
+                raise
+    except BaseException:
+        for folder in missing:
+            with suppress(OSError):  # it is not there, or another process uses it
+                folder.rmdir()
+        raise
+
+
+@contextmanager
+def locked(partial: Path, target: Path) -> Iterator[None]:
+    """Hold the folder in which `target` is made. Raises UserError while another process does; OSError."""
     fd = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(f"another process is writing {target}: wait for it, or name another folder") from None
-        for path in partial.iterdir():  # left by a process that was killed
-            path.unlink()
-        try:
-            yield partial
-            for path in (*partial.iterdir(), partial):  # otherwise a power failure could leave a name without bytes
-                sync(path)
-            partial.rename(target)
-        except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
+        yield
     finally:
         os.close(fd)
 
@@ -119,7 +144,7 @@ def write(folder: Path, source: Checkpoint, shapes: dict[str, tuple[int, ...]], 
             io.close()
         yield from source.encoded(formats)
 
-    write_tensors(folder, source.path.name, tensors(), len(shapes), needed, True, "name a folder on another disk")
+    write_tensors(folder, source.path.name, tensors(), len(shapes), needed, True, OTHER_DISK)
     files = sorted(folder.glob("*.safetensors"))
     index = {}
     for n, file in enumerate(files, 1):

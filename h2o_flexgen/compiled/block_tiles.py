@@ -34,9 +34,9 @@ from numba import njit, types
 from numba.extending import intrinsic
 
 from h2o_flexgen.compiled import simd
-from h2o_flexgen.compiled.blocks import Arrays, decode, decode_scales
-from h2o_flexgen.compiled.floats import U, bits_of, from_bits
-from h2o_flexgen.compiled.simd import HAS_VNNI, I8, I16, I32, I64, IS_AVX512, TILE_OUT
+from h2o_flexgen.compiled.blocks import NUMBERS, Arrays, Scales, decode_scales, scales_of
+from h2o_flexgen.compiled.floats import U, from_bits
+from h2o_flexgen.compiled.simd import FLOAT, HAS_VNNI, I8, I16, I32, I64, IS_AVX512, TILE_OUT
 from h2o_flexgen.compiled.tiles import Outputs, RowFloats, finish_row
 
 #: whether this CPU has the instructions
@@ -86,6 +86,19 @@ class Blocks(NamedTuple):
     most: int  # what the highest code is above it
 
 
+class Plan(NamedTuple):
+    """How the segments of a row are read."""
+
+    places: np.ndarray  # from `_places`
+    last: np.ndarray  # likewise, of a last segment that is shorter
+    masks: tuple  # of the lower part of a code, of the upper one, and the latter's left shift
+    has_bits: bool  # the upper part is a bit of its own
+    has_table: bool
+    are_halves: bool  # the first 16 codes of each chunk and the others are in the same bytes; so it is with the above
+    block: int  # elements
+    scales: Scales
+
+
 class Segment(NamedTuple):
     """Buffers for a segment of _HEIGHT rows of a weight, of up to C chunks each."""
 
@@ -94,8 +107,9 @@ class Segment(NamedTuple):
     minimum: np.ndarray  # (_HEIGHT, C) int16, whole numbers
     unit: np.ndarray  # (_HEIGHT,) float32, the value of 1 in these
     sums: np.ndarray  # (rows of a tile, _HEIGHT) int32
-    row: np.ndarray  # (SEGMENT,) int8, the codes of one row
-    floats: np.ndarray  # (2, C) float32, its scales and minima
+    floats: np.ndarray  # (3, more than C) float32, the scales and minima of one row, and a buffer
+    table: np.ndarray  # (16,) int8, what codes stand for above the lowest one
+    numbers: np.ndarray  # (2, 8, NUMBERS) int32, the table of `blocks.Scales`
 
 
 def kind_of(group: int, most: int) -> int | None:
@@ -189,29 +203,137 @@ _row_0, _row_1, _row_2 = (_tile(1, kind) for kind in range(3))
 
 
 def _transposed(builder, chunks):
-    """8 vectors of 4 words as 4 vectors of 8 words."""
-    wide = [simd.lanes(builder, chunks[n], chunks[n + 4], range(8)) for n in range(4)]
-    low = [simd.lanes(builder, wide[n], wide[n + 1], [0, 8, 1, 9, 4, 12, 5, 13]) for n in (0, 2)]
-    high = [simd.lanes(builder, wide[n], wide[n + 1], [2, 10, 3, 11, 6, 14, 7, 15]) for n in (0, 2)]
-    order = [0, 1, 8, 9, 4, 5, 12, 13], [2, 3, 10, 11, 6, 7, 14, 15]
-    return [simd.lanes(builder, *pair, which) for pair in (low, high) for which in order]
+    """LANES vectors of 4 words as 4 vectors of LANES words."""
+    vectors = [simd.concatenated(builder, chunks[n::4]) for n in range(4)]
+
+    def of_quads(a, b, which):
+        """In every four lanes those numbered `which`, counted through both vectors."""
+        order = [q + n % 4 + n // 4 * LANES for q in range(0, LANES, 4) for n in which]
+        return simd.lanes(builder, a, b, order)
+
+    low = [of_quads(*vectors[n : n + 2], [0, 4, 1, 5]) for n in (0, 2)]
+    high = [of_quads(*vectors[n : n + 2], [2, 6, 3, 7]) for n in (0, 2)]
+    return [of_quads(*pair, which) for pair in (low, high) for which in ([0, 1, 4, 5], [2, 3, 6, 7])]
 
 
-@intrinsic
-def _spread(_, source, target, step, lowest):
-    """Spread out 16 codes of each of 8 chunks to part of a strip: 4 registers. `source`: address of the first one's
-    codes in int8; `step`: bytes from chunk to chunk; `target`: address in `Segment.codes`; `lowest`: the lowest code.
-    """
+def _bits_apart(builder, words):
+    """The lowest 16 bits of each word, a byte each, as 4 vectors of 4 bits of each."""
+
+    def every(number):
+        return simd.every(builder, I32(number), I32, LANES)
+
+    found = []
+    for n in range(4):
+        four = builder.and_(builder.lshr(words, every(4 * n)), every(15))
+        # bit n to bit 8n
+        found.append(builder.and_(builder.mul(four, every(0x204081)), every(0x1010101)))
+    return found
+
+
+def _build_spread(kind, halves):
+    """The LLVM IR of `_spread`."""
 
     def build(context, builder, signature, args):
-        source, target, step, lowest = args
-        chunks = [simd.load(builder, builder.add(source, builder.mul(step, I64(n))), I32, 4) for n in range(8)]
-        every = simd.every(builder, lowest, I8, 32)
-        for n, words in enumerate(_transposed(builder, chunks)):
-            codes = builder.sub(builder.bitcast(words, every.type), every)
-            simd.store(builder, codes, builder.add(target, I64(n * 4 * LANES)))
+        begin, places, target, masks, table = args
+        mask, high_mask, left = (builder.extract_value(masks, n) for n in range(3))
+        codes = ir.VectorType(I8, 4 * LANES)
 
-    return types.void(*[types.int64] * 4), build
+        def listed(n, half):
+            return [builder.add(places, I64(4 * ((4 * half + n) * LANES + lane))) for lane in range(LANES)]
+
+        def read(n, half, count):
+            """`count` words at each place in list n."""
+            found = []
+            for at in listed(n, half):
+                place = builder.load(builder.inttoptr(at, I32.as_pointer()), align=1)
+                found.append(simd.load(builder, builder.add(begin, builder.sext(place, I64)), I32, count))
+            return found
+
+        def shifted(words, n, half, mask):
+            shift = simd.load(builder, listed(n, half)[0], I32, LANES)
+            every = simd.every(builder, mask, I8, 4 * LANES)
+            return [builder.and_(builder.bitcast(builder.lshr(each, shift), codes), every) for each in words]
+
+        low = _transposed(builder, read(0, 0, 4))
+        for half in range(halves):
+            found = shifted(low, 1, half, mask)
+            upper = []
+            if kind == "bytes":
+                upper = shifted(_transposed(builder, read(2, half, 4)), 3, half, high_mask)
+            elif kind == "bits":
+                upper = _bits_apart(builder, simd.concatenated(builder, read(2, half, 1)))
+            for n, each in enumerate(upper):  # no bit leaves its byte
+                words = builder.bitcast(each, low[n].type)
+                high = builder.shl(words, simd.every(builder, left, I32, LANES))
+                found[n] = builder.or_(found[n], builder.bitcast(high, codes))
+            if kind == "table":
+                entries = simd.load(builder, table, I8, 16)
+                found = [simd.looked_up(builder, entries, each) for each in found]
+            for n, each in enumerate(found):
+                simd.store(builder, each, builder.add(target, I64((4 * half + n) * 4 * LANES)))
+
+    return build
+
+
+def _spread(kind, halves):
+    @intrinsic
+    def spread(_, begin, places, target, masks, table):
+        """Spread out 16 codes of each chunk of a strip, 4 registers, or with two `halves` 32, whose lower parts are in
+        the same bytes.
+
+        Args:
+            begin: address of the first block's bytes.
+            places: address of an entry of `_places`, or of the first of two.
+            target: address in `Segment.codes`.
+            masks: of the lower part, of the upper one, and the latter's left shift.
+            table: address of (16,) int8, for codes that are looked up.
+        """
+        return types.void(*[types.int64] * 3, masks, types.int64), _build_spread(kind, halves)
+
+    return spread
+
+
+_spread_low = _spread("low", 1)
+_spread_bytes = _spread("bytes", 1)
+_spread_halves = _spread("low", 2)
+_spread_bits = _spread("bits", 2)
+_look_up = _spread("table", 2)
+
+
+@njit(nogil=True)
+def _places(layout, size, chunks):
+    """Where `chunks` chunks of `size` codes are in a row, behind the first block's first byte: for every 16 codes of a
+    strip's chunks the bytes and shifts of the lower parts, and those of the upper ones, (., 4, LANES) int32. What is
+    behind the last chunk is read from the first one, and not counted."""
+    parts_of_chunk = size // 16
+    places = np.zeros((-(-chunks // LANES) * parts_of_chunk, 4, LANES), np.int32)
+    for n in range(len(places)):
+        for lane in range(LANES):
+            chunk = n // parts_of_chunk * LANES + lane
+            if chunk < chunks:
+                at = chunk * size + n % parts_of_chunk * 16
+                block = at // layout.size * layout.nbytes
+                run = at % layout.size // layout.run
+                i = at % layout.size % layout.run
+                bits = layout.codes[run]
+                places[n, 0, lane] = block + bits[0] + i
+                places[n, 1, lane] = bits[1]
+                places[n, 2, lane] = block + bits[3] + (i // 8 if bits[7] == 8 else i)
+                places[n, 3, lane] = bits[4]
+    return places
+
+
+@njit(nogil=True)
+def _plan(layout, size, row_bytes, table):
+    """The `Plan` for rows of `row_bytes`, in chunks of `size` codes; table: for `blocks.scales_of`."""
+    width = row_bytes // layout.nbytes * layout.size
+    places = _places(layout, size, SEGMENT // size)
+    last = _places(layout, size, width % SEGMENT // size)
+    bits = layout.codes[0]
+    masks = (bits[2], bits[5], bits[6])
+    are_halves = size == 32 and np.all(places[::2, 0] == places[1::2, 0])
+    scales = scales_of(layout, layout.size // size, table)
+    return Plan(places, last, masks, bits[7] == 8, len(layout.table) > 0, are_halves, layout.size, scales)
 
 
 @intrinsic
@@ -225,50 +347,124 @@ def _prefetch(_, address):
     return types.void(types.int64), build
 
 
-@njit(nogil=True)
-def _rounded(floats, count, lowest, most, scale, minimum):
-    """Write `count` scales and minima of a row, floats (2, C), as whole numbers to scale (C,) and minimum (C,); the
-    latter are what the lowest code stands for. Returns the value of 1."""
-    largest = np.uint32(0)
-    for c in range(U(count)):
-        floats[1, c] += lowest * floats[0, c]
-        highest = floats[1, c] + most * floats[0, c]
-        largest = max(largest, max(bits_of(abs(floats[1, c])), bits_of(abs(highest))))
-    factor = np.float32(LARGEST) / max(from_bits(largest), np.float32(1e-30))
-    for c in range(U(count)):
-        exact = floats[0, c] * factor
-        nearest = np.rint(exact)
-        # the minimum makes up for the rounding of the scale at the middle code
-        minimum[c] = np.int32(np.rint(floats[1, c] * factor + most / np.float32(2) * (exact - nearest)))
-        whole = np.int32(nearest)
-        scale[c] = (whole & np.int32(0xFFFF)) * np.int32(0x10001) if _IS_PAIR else whole
-    return from_bits(largest) / np.float32(LARGEST)
+def _scales_at(builder, addresses, c, count, lowest):
+    """Of LANES chunks from chunk c on: scales, and minima as what the lowest code stands for; 0 from `count` on."""
+    numbers = ir.Constant(ir.VectorType(I32, LANES), list(range(LANES)))
+    is_chunk = builder.icmp_signed("<", numbers, simd.every(builder, builder.sub(count, c), I32, LANES))
+    at = builder.mul(c, I64(4))
+    floats = [simd.load(builder, builder.add(each, at), FLOAT, LANES) for each in addresses]
+    scale, minimum = (builder.select(is_chunk, each, each.type(None)) for each in floats)
+    return scale, builder.fadd(minimum, builder.fmul(simd.every(builder, lowest, FLOAT, LANES), scale))
 
 
-# a function of one row would cost more: numba counts references to every array of a NamedTuple that it gets
+def _call_float(builder, name, x):
+    return simd.call(builder, f"llvm.{name}.v{LANES}f32", x.type, x)
+
+
+@intrinsic
+def _largest(_, scales, minima, count, bounds):
+    """The bits of the largest absolute value of an element. scales, minima: addresses of `count` float32; bounds: the
+    lowest code, and what the highest one is above it, float32."""
+
+    def build(context, builder, signature, args):
+        *addresses, count, bounds = args
+        lowest, most = (builder.extract_value(bounds, n) for n in range(2))
+
+        def larger(c, largest):
+            scale, least = _scales_at(builder, addresses, c, count, lowest)
+            highest = builder.fadd(least, builder.fmul(simd.every(builder, most, FLOAT, LANES), scale))
+            for each in (least, highest):
+                bits = builder.bitcast(_call_float(builder, "fabs", each), largest[0].type)
+                is_larger = builder.icmp_unsigned(">", bits, largest[0])
+                largest = [builder.select(is_larger, bits, largest[0])]
+            return largest
+
+        (found,) = simd.loop(builder, LANES, count, [ir.VectorType(I32, LANES)(None)], larger)
+        return simd.call(builder, f"llvm.vector.reduce.umax.v{LANES}i32", I32, found)
+
+    return types.uint32(*[types.int64] * 3, bounds), build
+
+
+@intrinsic
+def _round(_, scales, minima, count, bounds, factor, scale, minimum):
+    """Write scales and minima times a factor, rounded, to addresses `scale` and `minimum`, with zeros up to a multiple
+    of LANES. The others as for `_largest`."""
+
+    def build(context, builder, signature, args):
+        *addresses, count, bounds, factor, scale_at, minimum_at = args
+        lowest, most = (builder.extract_value(bounds, n) for n in range(2))
+        factor, half = (simd.every(builder, each, FLOAT, LANES) for each in (factor, builder.fmul(most, FLOAT(0.5))))
+        whole = ir.VectorType(I32, LANES)
+
+        def put(c, _):
+            scale, least = _scales_at(builder, addresses, c, count, lowest)
+            exact = builder.fmul(scale, factor)
+            nearest = _call_float(builder, "rint", exact)
+            # the minimum makes up for the rounding of the scale at the middle code
+            least = builder.fadd(builder.fmul(least, factor), builder.fmul(half, builder.fsub(exact, nearest)))
+            least = builder.fptosi(_call_float(builder, "rint", least), whole)
+            least = builder.trunc(least, ir.VectorType(I16, LANES))
+            simd.store(builder, least, builder.add(minimum_at, builder.mul(c, I64(2))))
+            scale = builder.fptosi(nearest, whole)
+            if _IS_PAIR:
+                low = builder.and_(scale, simd.every(builder, I32(0xFFFF), I32, LANES))
+                scale = builder.or_(low, builder.shl(scale, simd.every(builder, I32(16), I32, LANES)))
+            simd.store(builder, scale, builder.add(scale_at, builder.mul(c, I64(4))))
+            return []
+
+        simd.loop(builder, LANES, count, [], put)
+
+    return types.void(*[types.int64] * 3, bounds, types.float32, types.int64, types.int64), build
+
+
+# with addresses instead of arrays of rows: numba counts references to each array
 @njit(nogil=True)
-def _read(weight, layout, stored, begin, chunks, size, segment):
-    """Read `chunks` chunks of `size` codes, from code `begin` on, of rows `stored` of the weight into the segment."""
-    first = begin // layout.size
-    blocks = (chunks * size + layout.size - 1) // layout.size
-    each = layout.size // size
-    row_at = segment.row.ctypes.data
+def _read(weight, plan, stored, begin, chunks, segment):
+    """Read `chunks` chunks, from code `begin` on, of rows `stored` of the weight into the segment."""
+    size = CHUNKS[weight.kind]
+    places = plan.places if chunks == SEGMENT // size else plan.last
+    scales = plan.scales
+    row_bytes = weight.rows.shape[1]
+    rows_at = weight.rows.ctypes.data + begin // plan.block * scales.nbytes
+    blocks = -(-chunks * size // plan.block)
     codes_at = segment.codes.ctypes.data
-    buffers = (np.empty(SEGMENT // _LEAST_CHUNK, np.int16), np.empty(SEGMENT // _LEAST_CHUNK, np.uint8))
-    lowest = np.float32(weight.lowest)
-    most = np.float32(weight.most)
+    scale_at = segment.scale.ctypes.data
+    minimum_at = segment.minimum.ctypes.data
+    floats_at = segment.floats.ctypes.data
+    minima_at = floats_at + 4 * segment.floats.shape[1]
+    buffer_at = minima_at + 4 * segment.floats.shape[1]
+    table_at = segment.table.ctypes.data
+    places_at = places.ctypes.data
+    count = len(places)
+    width = segment.scale.shape[1]
+    masks = plan.masks
+    bounds = np.float32(weight.lowest), np.float32(weight.most)
     for n in range(len(stored)):
-        row = weight.rows[stored[n]]
-        ahead = row.ctypes.data + first * layout.nbytes + _AHEAD * len(row)
-        for line in range(0, blocks * layout.nbytes, _LINE):
-            _prefetch(ahead + line)
-        decode(row, first, blocks, layout, segment.row)
-        decode_scales(row, first, blocks, each, layout, buffers, segment.floats[0], segment.floats[1])
-        segment.unit[n] = _rounded(segment.floats, chunks, lowest, most, segment.scale[n], segment.minimum[n])
-        for c in range(0, -(-chunks // LANES) * LANES, 8):
-            target = codes_at + n * SEGMENT + c // LANES * (size * LANES) + c % LANES * 4
-            for half in range(0, size, 16):
-                _spread(row_at + c * size + half, target + half * LANES, size, weight.lowest)
+        at = rows_at + stored[n] * row_bytes
+        target = codes_at + n * SEGMENT
+        for line in range(0, blocks * scales.nbytes, _LINE):
+            _prefetch(at + _AHEAD * row_bytes + line)
+        decode_scales(at, blocks, scales, buffer_at, floats_at, minima_at)
+        if plan.has_table:
+            for k in range(0, count, 2):
+                _look_up(at, places_at + k * 16 * LANES, target + k * 16 * LANES, masks, table_at)
+        elif plan.has_bits:
+            for k in range(0, count, 2):
+                _spread_bits(at, places_at + k * 16 * LANES, target + k * 16 * LANES, masks, table_at)
+        elif masks[1]:
+            for k in range(count):
+                _spread_bytes(at, places_at + k * 16 * LANES, target + k * 16 * LANES, masks, table_at)
+        elif plan.are_halves:
+            for k in range(0, count, 2):
+                _spread_halves(at, places_at + k * 16 * LANES, target + k * 16 * LANES, masks, table_at)
+        else:
+            for k in range(count):
+                _spread_low(at, places_at + k * 16 * LANES, target + k * 16 * LANES, masks, table_at)
+        largest = from_bits(_largest(floats_at, minima_at, chunks, bounds))
+        factor = np.float32(LARGEST) / max(largest, np.float32(1e-30))
+        targets = scale_at + 4 * n * width, minimum_at + 2 * n * width
+        _round(floats_at, minima_at, chunks, bounds, factor, *targets)
+        segment.unit[n] = largest / np.float32(LARGEST)
 
 
 @njit(nogil=True)
@@ -311,21 +507,20 @@ def _add_tiles(kind, codes, code_sums, segment, height, strips, totals):
 
 
 @njit(nogil=True, cache=True)
-def _sums(x_codes, weight, layout, stored, outliers, segment, totals, columns):
+def _sums(x_codes, weight, plan, stored, outliers, segment, totals, columns):
     """Write codes @ weight.T for rows `stored` of the weight, _HEIGHT at most, to the first columns of totals
     (R, _HEIGHT) float32, and their elements at `outliers`, from `_spread_places`, to the first ones of columns
     (U, _HEIGHT) float32."""
     codes, code_sums = x_codes
     size = CHUNKS[weight.kind]
-    width = weight.rows.shape[1] // layout.nbytes * layout.size
+    width = weight.rows.shape[1] // plan.scales.nbytes * plan.block
     totals[:] = 0
     u = 0
     for begin in range(0, width, SEGMENT):
         chunks = min(SEGMENT, width - begin) // size
         if chunks < SEGMENT // size:
-            segment.scale[:] = 0
             segment.minimum[:] = 0
-        _read(weight, layout, stored, begin, chunks, size, segment)
+        _read(weight, plan, stored, begin, chunks, segment)
         while u < len(outliers) and outliers[u] < begin + SEGMENT:
             at = U(outliers[u] - begin)
             c = at // U(size * LANES) * U(LANES) + at % U(4 * LANES) // U(4)
@@ -359,17 +554,19 @@ def multiply(x_codes, x, weight, layout, bias, begin, end, out):
         np.empty((_HEIGHT, SEGMENT // size), np.int16),
         np.empty(_HEIGHT, np.float32),
         np.empty((_ROWS if rows >= _ROWS else 1, _HEIGHT), np.int32),
-        np.zeros(SEGMENT, np.int8),
-        np.empty((2, SEGMENT // size), np.float32),
+        np.zeros((3, SEGMENT // size + NUMBERS), np.float32),
+        (layout.table - weight.lowest).astype(np.int8),
+        np.empty((2, 8, NUMBERS), np.int32),
     )
     totals = np.empty((rows, _HEIGHT), np.float32)
     columns = np.empty((len(x.places), _HEIGHT), np.float32)
     total = np.empty(_HEIGHT, np.float32)
     outputs = Outputs(np.ones(len(bias), np.float32), bias, out)  # totals are scaled already
     outliers = _spread_places(x.places, size)
+    plan = _plan(layout, size, weight.rows.shape[1], segment.numbers)
     for o in range(begin, end, _HEIGHT):
         stored = weight.stored[o : min(o + _HEIGHT, end)]
-        _sums(x_codes, weight, layout, stored, outliers, segment, totals, columns)
+        _sums(x_codes, weight, plan, stored, outliers, segment, totals, columns)
         for r in range(rows):
             for n in range(U(len(stored))):
                 total[n] = totals[U(r), n] * x.scale[r]

@@ -10,7 +10,7 @@ from numba import njit, types
 from numba.extending import intrinsic
 
 from h2o_flexgen.compiled import simd
-from h2o_flexgen.compiled.floats import U, bits_of, element, float_of, from_bits
+from h2o_flexgen.compiled.floats import U, bits_of, element, from_bits
 from h2o_flexgen.compiled.simd import I8, I16, I32, I64
 
 #: whether this CPU looks codes up in a table of 16 in one instruction
@@ -169,136 +169,185 @@ def decode(row, first, count, layout, codes):
 # scales
 
 
-def _load(kind):
-    def build(context, builder, signature, args):
-        return builder.load(builder.inttoptr(args[0], kind.as_pointer()), align=1)
-
-    return build
+#: scales of a block at most
+NUMBERS = 16
 
 
-@intrinsic
-def _byte(_, address):
-    """The byte at an address."""
-    return types.uint8(types.int64), _load(I8)
+class Scales(NamedTuple):
+    """How the scales and minima of `each` equal parts of a block are read: a float of the block times numbers, each
+    (byte >> shift & mask | (upper byte >> shift & mask) << left) ^ flipped - offset. No arrays, to which numba would
+    count references."""
+
+    nbytes: int
+    each: int
+    scale_at: int
+    scale_kind: int
+    minimum_at: int
+    has_numbers: bool  # or `each` is 1
+    scale_from: int  # the first byte of numbers
+    minimum_from: int
+    table: int  # address of (2, 8, NUMBERS) int32: which bytes, shift and mask of both, left, flipped, offset
 
 
-@intrinsic
-def _word16(_, address):
-    """The 16 bits at an address of any alignment."""
-    return types.int16(types.int64), _load(I16)
-
-
-@intrinsic
-def _word32(_, address):
-    """The 32 bits at an address of any alignment."""
-    return types.uint32(types.int64), _load(I32)
-
-
-@njit(nogil=True, inline="always")
-def _numbers(begin, nbytes, parts, groups, count, out):
-    """Write the whole numbers of `count` blocks from an address on to out (groups,) uint8; parts: of their runs."""
+@njit(nogil=True)
+def _fill_table(parts, layout, each, table):
+    """Fill in all but the last two rows. Returns from which byte the places of bytes are counted."""
+    table[:] = 0
+    if len(parts) == 0:
+        return 0
+    groups = layout.size // layout.group
     run = groups // len(parts)
-    words = out.view(np.uint32)
-    for n in range(len(parts)):
-        low = begin + parts[n, 0]
-        shift = parts[n, 1]
-        mask = parts[n, 2]
-        high = begin + parts[n, 3]
-        high_shift = parts[n, 4]
-        high_mask = parts[n, 5]
-        left = parts[n, 6]
-        if run % 4 == 0:  # four at a time
-            mask *= 0x01010101
-            high_mask *= 0x01010101
-            for i in range(0, run, 4):
-                for b in range(count):
-                    at = b * nbytes + i
-                    word = np.int64(_word32(low + at)) >> shift & mask
-                    word |= (np.int64(_word32(high + at)) >> high_shift & high_mask) << left
-                    words[U((b * groups + n * run + i) // 4)] = np.uint32(word)
-            continue
-        for i in range(run):
-            for b in range(count):
-                at = b * nbytes + i
-                number = np.int64(_byte(low + at)) >> shift & mask
-                number |= (np.int64(_byte(high + at)) >> high_shift & high_mask) << left
-                out[U(b * groups + n * run + i)] = np.uint8(number)
+    begin = max(min(parts[:, 0].min(), parts[:, 3].min(), layout.nbytes - NUMBERS), 0)
+    places = table[0].view(np.uint8)
+    for n in range(each):
+        group = n * groups // each
+        bits = parts[group // run]
+        places[n] = bits[0] + group % run - begin
+        places[NUMBERS + n] = bits[3] + group % run - begin
+        table[1, n] = bits[1]
+        table[2, n] = bits[2]
+        table[3:6, n] = bits[4:7]
+    return begin
+
+
+@njit(nogil=True)
+def scales_of(layout, each, table):
+    """`Scales` of `each` equal parts of a block, NUMBERS at most; table (2, 8, NUMBERS) int32 is filled in for it."""
+    scale_from = _fill_table(layout.scales, layout, each, table[0])
+    minimum_from = _fill_table(layout.minima, layout, each, table[1])
+    table[0, 6] = 128 if layout.is_signed else 0
+    table[0, 7] = 128 if layout.is_signed else layout.scale_offset
+    if len(layout.scales) == 0:
+        table[0, 7] = -1  # the number 1
+    table[1, 6] = -1 if len(layout.minima) else 0  # they are subtracted
+    table[1, 7] = -1
+    has_numbers = each > 1 or len(layout.scales) + len(layout.minima) > 0
+    of_block = layout.scale_at, layout.scale_kind, layout.minimum_at
+    return Scales(layout.nbytes, each, *of_block, has_numbers, scale_from, minimum_from, table.ctypes.data)
+
+
+def _floats(kind):
+    """A loop that reads floats of blocks, NUMBERS at a time."""
+
+    def convert(builder, read):
+        floats = ir.VectorType(simd.FLOAT, NUMBERS)
+        bits = ir.VectorType(I32, NUMBERS)
+        if kind == HALF:
+            return builder.fpext(builder.bitcast(read, ir.VectorType(ir.HalfType(), NUMBERS)), floats)
+        if kind == SINGLE:
+            return builder.bitcast(read, floats)
+        e = builder.zext(read, bits)
+        one, denormal, fraction = (simd.every(builder, I32(n), I32, NUMBERS) for n in (1, 0x00200000, 23))
+        usual = builder.shl(builder.sub(e, one), fraction)
+        found = builder.select(builder.icmp_unsigned(">", e, one), usual, builder.shl(denormal, e))
+        return builder.bitcast(found, floats)
+
+    def build(context, builder, signature, args):
+        begin, step, count, target = args
+        stored = {HALF: I16, SINGLE: I32}.get(kind, I8)
+        last = builder.add(begin, builder.mul(builder.sub(count, I64(1)), step))
+
+        def put(n, _):
+            read = ir.VectorType(stored, NUMBERS)(ir.Undefined)
+            for lane in range(NUMBERS):
+                at = builder.add(begin, builder.mul(builder.add(n, I64(lane)), step))
+                at = builder.select(builder.icmp_unsigned("<", at, last), at, last)
+                each = builder.load(builder.inttoptr(at, stored.as_pointer()), align=1)
+                read = builder.insert_element(read, each, I32(lane))
+            simd.store(builder, convert(builder, read), builder.add(target, builder.mul(n, I64(4))))
+            return []
+
+        simd.loop(builder, NUMBERS, count, [], put)
+
+    @intrinsic
+    def floats(_, begin, step, count, target):
+        """Write a float of each of `count` blocks of `step` bytes, which is at address `begin` of the first, to address
+        `target`, and garbage up to a multiple of NUMBERS."""
+        return types.void(*[types.int64] * 4), build
+
+    return floats
+
+
+_halves, _singles, _exponents = map(_floats, (HALF, SINGLE, SINGLE + 1))
 
 
 @njit(nogil=True, inline="always")
-def _repeat(values, count, times):
-    """Put each of the first `count` values `times` times in its place."""
-    for n in range(count - 1, -1, -1):  # from the last, since they lie in the way
-        value = values[U(n)]
-        for i in range(U(times)):
-            values[U(n * times) + i] = value
-
-
-@njit(nogil=True, inline="always")
-def _of_blocks(begin, count, layout, kind, halves, groups, out):
-    """Write a float of each of `count` blocks, which is at `begin` of the first, to all of its groups in out."""
-    nbytes = layout.nbytes
+def _put_floats(begin, step, count, kind, target):
+    """The loop of this kind."""
     if kind == HALF:
-        for b in range(count):
-            halves[U(b)] = _word16(begin + b * nbytes)
-        for b in range(U(count)):  # in a loop of its own, which is vectorised
-            out[b] = float_of(halves[b])
+        _halves(begin, step, count, target)
     elif kind == SINGLE:
-        for b in range(count):
-            out[U(b)] = from_bits(_word32(begin + b * nbytes))
+        _singles(begin, step, count, target)
     else:
-        for b in range(count):
-            e = np.uint32(_byte(begin + b * nbytes))
-            bits = np.uint32(0x00200000) << e if e < 2 else (e - np.uint32(1)) << np.uint32(23)
-            out[U(b)] = from_bits(np.uint32(bits))
-    if groups > 1:
-        _repeat(out, count, groups)
+        _exponents(begin, step, count, target)
+
+
+@intrinsic
+def _put_scaled(_, begin, step, count, each, table, factors, target):
+    """Write `each` floats of `count` blocks, and garbage up to NUMBERS of the last one: numbers times a factor of the
+    block. `step`: bytes of a block; the others but for the counts are addresses, `table` that of (8, NUMBERS)."""
+
+    def build(context, builder, signature, args):
+        begin, step, count, each, table, factors, target = args
+
+        def row(n, element=I32):
+            return simd.load(builder, builder.add(table, I64(NUMBERS * n)), element, NUMBERS)
+
+        low = row(0, I8)
+        high = row(1, I8)
+        shift, mask, high_shift, high_mask, left, flipped, offset = (row(4 * n) for n in range(1, 8))
+
+        def put(n, _):
+            read = simd.load(builder, builder.add(begin, builder.mul(n, step)), I8, NUMBERS)
+            few, more = (builder.zext(simd.looked_up(builder, read, which), shift.type) for which in (low, high))
+            few = builder.and_(builder.lshr(few, shift), mask)
+            more = builder.shl(builder.and_(builder.lshr(more, high_shift), high_mask), left)
+            found = builder.sub(builder.xor(builder.or_(few, more), flipped), offset)
+            at = builder.inttoptr(builder.add(factors, builder.mul(n, I64(4))), simd.FLOAT.as_pointer())
+            factor = simd.every(builder, builder.load(at), simd.FLOAT, NUMBERS)
+            scaled = builder.fmul(builder.sitofp(found, factor.type), factor)
+            simd.store(builder, scaled, builder.add(target, builder.mul(builder.mul(n, each), I64(4))))
+            return []
+
+        simd.loop(builder, 1, count, [], put)
+
+    return types.void(*[types.int64] * 7), build
 
 
 @njit(nogil=True, inline="always")
-def decode_scales(row, first, count, groups, layout, buffers, scale, minimum):
-    """Write the scale and the minimum of each group of `count` blocks of a row, from block `first` on; both (groups,)
-    float32. `groups`: of a block; there may be more than have scales of their own. Buffers: (blocks,) int16, and
-    (groups,) uint8, a multiple of 4."""
-    halves, numbers = buffers
-    begin = row.ctypes.data + first * layout.nbytes
-    wanted = groups
-    if len(layout.scales) + len(layout.minima):
-        groups = layout.size // layout.group
-    _of_blocks(begin + layout.scale_at, count, layout, layout.scale_kind, halves, groups, scale)
-    if layout.minimum_at >= 0:
-        _of_blocks(begin + layout.minimum_at, count, layout, HALF, halves, groups, minimum)
-    else:
-        minimum[: count * groups] = 0
-    if len(layout.scales):
-        _numbers(begin, layout.nbytes, layout.scales, groups, count, numbers)
-        offset = np.float32(layout.scale_offset)
-        if layout.is_signed:
-            signed = numbers.view(np.int8)
-            for g in range(U(count * groups)):
-                scale[g] *= np.float32(signed[g])
-        else:
-            for g in range(U(count * groups)):
-                scale[g] *= np.float32(numbers[g]) - offset
-    if len(layout.minima):
-        _numbers(begin, layout.nbytes, layout.minima, groups, count, numbers)
-        for g in range(U(count * groups)):
-            minimum[g] = -(minimum[g] * np.float32(numbers[g]))
-    if wanted > groups:
-        _repeat(scale, count * groups, wanted // groups)
-        _repeat(minimum, count * groups, wanted // groups)
+def decode_scales(begin, count, of, factors, scale, minimum):
+    """Write the scales and minima of `count` blocks as float32, NUMBERS more than there are; no minima, if the layout
+    has none. All are addresses, but for of: `Scales`; `factors`: of a buffer for a float of each block."""
+    target = factors if of.has_numbers else scale
+    _put_floats(begin + of.scale_at, of.nbytes, count, of.scale_kind, target)
+    if of.has_numbers:
+        _put_scaled(begin + of.scale_from, of.nbytes, count, of.each, of.table, target, scale)
+    if of.minimum_at >= 0:
+        target = factors if of.has_numbers else minimum
+        _put_floats(begin + of.minimum_at, of.nbytes, count, HALF, target)
+        if of.has_numbers:
+            table = of.table + 8 * NUMBERS * 4
+            _put_scaled(begin + of.minimum_from, of.nbytes, count, of.each, table, target, minimum)
 
 
 @njit(nogil=True, cache=True)
 def scales(rows, scale, minimum, begin, end, layout):
     """Write the scales and minima, both (R, G) float32, of rows `begin` to `end` of blocks, rows (R, bytes) uint8."""
     layout = Arrays(*layout)
-    blocks = rows.shape[1] // layout.nbytes
-    halves = np.empty(blocks, np.int16)
-    numbers = np.empty((scale.shape[1] + 3) // 4 * 4, np.uint8)
-    groups = layout.size // layout.group
+    width = rows.shape[1]
+    groups = scale.shape[1]
+    blocks = width // layout.nbytes
+    table = np.empty((2, 8, NUMBERS), np.int32)
+    of = scales_of(layout, layout.size // layout.group, table)
+    # with what is read and written behind them
+    row = np.empty(width + NUMBERS, np.uint8)
+    found = np.zeros((3, groups + NUMBERS), np.float32)
     for r in range(begin, end):
-        decode_scales(rows[r], 0, blocks, groups, layout, (halves, numbers), scale[r], minimum[r])
+        row[:width] = rows[r]
+        decode_scales(row.ctypes.data, blocks, of, found[2].ctypes.data, found[0].ctypes.data, found[1].ctypes.data)
+        scale[r] = found[0, :groups]
+        minimum[r] = found[1, :groups]
+    table[:] = 0  # it must not be freed before
 
 
 # to floats and to 8 bits

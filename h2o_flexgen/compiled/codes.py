@@ -100,7 +100,7 @@ def _above(row, limit):
 
 
 @njit(nogil=True, cache=True)
-def quantise(x, times, few, begin, end, codes, limit, largest):
+def quantise(x, times, few, begin, end, codes, limit, scale):
     """Write rows `begin` to `end` of x (R, I), floats, in int8, with 0 for outliers. Returns (I,) uint8, 1 where any of
     these rows has an outlier, a new array, since threads that share one would overwrite each other's.
 
@@ -108,7 +108,7 @@ def quantise(x, times, few, begin, end, codes, limit, largest):
         times: an outlier is above this many times the mean absolute value of its row, doubled until at most `few` are.
         codes: (R, I) int8.
         limit: (R,) float32, the absolute value above which elements are outliers.
-        largest: (R,) float32, the largest of the others.
+        scale: (R,) float32; 127 stands for the largest of the others.
     """
     is_outlier = np.zeros(x.shape[1], np.uint8)
     for r in range(begin, end):
@@ -129,7 +129,7 @@ def quantise(x, times, few, begin, end, codes, limit, largest):
                 most = max(most, np.uint32(0) if size > top else size)
                 is_outlier[i] |= np.uint8(size > top)
         limit[r] = from_bits(top)
-        largest[r] = from_bits(most)
+        scale[r] = from_bits(most) / np.float32(127)
         factor = np.float32(127) / max(from_bits(most), np.float32(1e-30))
         if highest <= top:  # no outliers
             for i in range(len(row)):

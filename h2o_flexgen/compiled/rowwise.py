@@ -10,8 +10,8 @@ from h2o_flexgen.compiled.floats import SUMS, element, exp, float_of
 
 @njit(nogil=True, cache=True, fastmath=SUMS)
 def rms_norm(begin, end, x, weight, eps, out):
-    """Write RMSNorm of rows `begin` to `end` of x (N, E), floats, to `out`, rounded before it is multiplied by the
-    weight (E,), as transformers does."""
+    """Write RMSNorm of rows `begin` to `end` of x (N, E), floats, to `out`, rounded to the type of the weight (E,)
+    before it is multiplied by that, as transformers does."""
     for r in range(begin, end):
         row = x[r]
         target = out[r]
@@ -20,7 +20,7 @@ def rms_norm(begin, end, x, weight, eps, out):
             total += float_of(row[i]) * float_of(row[i])
         scale = np.float32(1) / np.sqrt(total / np.float32(len(row)) + eps)
         for i in range(len(row)):
-            target[i] = element(float_of(element(float_of(row[i]) * scale, out)) * float_of(weight[i]), out)
+            target[i] = element(float_of(element(float_of(row[i]) * scale, weight)) * float_of(weight[i]), out)
 
 
 @njit(nogil=True, cache=True, fastmath=SUMS)

@@ -69,6 +69,29 @@ def lanes(builder, a, b, which):
     return builder.shuffle_vector(a, b, ir.VectorType(I32, len(which))(list(which)))
 
 
+def looked_up(builder, entries, which):
+    """entries[n] of 16 bytes for each n in a vector of 16, or of 32 or 64 by AVX2 or AVX-512."""
+    count = which.type.count
+    order = ir.Constant(ir.VectorType(I32, count), [n % 16 for n in range(count)])
+    entries = builder.shuffle_vector(entries, entries, order)
+    if FEATURES.get("ssse3"):
+        name = {16: "ssse3.pshuf.b.128", 32: "avx2.pshuf.b", 64: "avx512.pshuf.b.512"}[count]
+        return call(builder, f"llvm.x86.{name}", which.type, entries, which)
+    found = which.type(ir.Undefined)
+    for n in range(count):
+        entry = builder.extract_element(entries, builder.zext(builder.extract_element(which, I32(n)), I32))
+        found = builder.insert_element(found, entry, I32(n))
+    return found
+
+
+def concatenated(builder, vectors):
+    """Several vectors, one behind the other, as one."""
+    while len(vectors) > 1:
+        every = range(2 * vectors[0].type.count)
+        vectors = [lanes(builder, *pair, every) for pair in zip(vectors[::2], vectors[1::2])]
+    return vectors[0]
+
+
 def add_up(builder, vectors):
     """The sum of each of several vectors, in one vector: their halves are added until one lane of each is left."""
     width = vectors[0].type.count

@@ -21,7 +21,10 @@ def in_threads(work: Callable[[int, int], None], count: int, size: int) -> None:
     """Call work(begin, end) for parts of range(count), on all threads if `size`, its elements, is worth it. There are
     more parts than threads, and a thread takes the next one when it is done: cores differ in speed and load."""
     threads = torch.get_num_threads() if size > SMALL else 1
-    parts = max(threads, min(PARTS * threads, size // SMALL)) if threads > 1 else 1
+    if threads == 1:
+        work(0, count)
+        return
+    parts = max(threads, min(PARTS * threads, size // SMALL))
     cuts = [count * n // parts for n in range(parts + 1)]
     left = iter(list(zip(cuts, cuts[1:])))  # under the GIL no two threads get the same part
 

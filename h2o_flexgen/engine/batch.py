@@ -22,7 +22,6 @@ from h2o_flexgen.engine.params import SamplingParams
 from h2o_flexgen.engine.prefixes import Node
 from h2o_flexgen.kv_cache.rule import Rows
 from h2o_flexgen.models.rope import Positions
-from h2o_flexgen.planning.workload import GROUP_ROWS
 
 
 @dataclass(eq=False)
@@ -259,17 +258,23 @@ class Chunk:
         return Positions(torch.cat([part.at for part in parts]), torch.cat([part.ends for part in parts]))
 
 
-def cut(pieces: Iterable[Piece], prefill_tokens: int) -> list[Chunk]:
-    """Cut pieces, in the order of their batches, into chunks.
+class ChunkLimits(NamedTuple):
+    """How many tokens are joined in a chunk."""
 
-    Prompts of one batch are joined up to `prefill_tokens`, which a single prompt may exceed; prompts and decode steps
-    up to GROUP_ROWS, with which matmuls are about as fast as they get.
-    """
+    prefill_tokens: int  # of prompts alone, padding included; a single prompt may exceed it
+    group_rows: int  # of decode steps, or of prompts and decode steps (`planning.workload.group_rows`)
+
+    def of(self, chunk: Chunk) -> int:
+        return self.prefill_tokens if chunk.is_prompts else self.group_rows
+
+
+def cut(pieces: Iterable[Piece], limits: ChunkLimits) -> list[Chunk]:
+    """Cut pieces, in the order of their batches, into chunks: prompts of one batch, or prompts and decode steps."""
     chunks: list[Chunk] = []
     homes: dict[int, Home] = {}  # of the next chunk of each batch
     for piece in pieces:
         joined = Chunk([*chunks[-1].pieces, piece]) if chunks else None
-        if joined and joined.size <= (prefill_tokens if joined.is_prompts else GROUP_ROWS) and joined.is_joint:
+        if joined and joined.is_joint and joined.size <= limits.of(joined):
             chunks[-1] = joined
         else:
             chunks.append(Chunk([piece]))

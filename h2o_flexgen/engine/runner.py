@@ -22,6 +22,7 @@ from h2o_flexgen.errors import UserError
 from h2o_flexgen.machine import memory
 from h2o_flexgen.machine.device import Device
 from h2o_flexgen.models.rope import unchanged
+from h2o_flexgen.models.spec import units_of
 from h2o_flexgen.planning.execution_plan import ExecutionPlan
 from h2o_flexgen.policy import MARGIN
 from h2o_flexgen.storage.transport import Transport
@@ -170,7 +171,7 @@ class Runner:
         self.weights = WeightStore(
             self.transport,
             self.model.dtype,
-            job.layers,
+            units_of(job.layers),
             job.forms,
             job.placement.weights,
             self.model.source,
@@ -208,7 +209,7 @@ def scheduler_of(stores: Stores, rows: Iterable[Sequence], window: int) -> Sched
     return Scheduler(
         rows,
         stores.sizes,
-        job.policy.prefill_tokens,
+        stores.limits,
         stores.slots,
         shareable,
         ahead=job.rule.voters,

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain, islice
 
-from h2o_flexgen.engine.batch import Chunk, Piece, PromptPiece, Sequence, cut
+from h2o_flexgen.engine.batch import Chunk, ChunkLimits, Piece, PromptPiece, Sequence, cut
 from h2o_flexgen.engine.prefixes import Node, nodes_of, order
 
 
@@ -71,7 +71,7 @@ class Scheduler:
 
     Args:
         sizes: places of each batch.
-        prefill_tokens: the most tokens of a micro-batch of prompts, padding included.
+        limits: of micro-batches and chunks.
         slots: (tokens of a prompt, of its output) -> slots that such a row needs in each kind of layer.
         shareable: tokens of a row's prompt that it may share with others; None shares nothing.
         ahead: as in `prefixes.Node`.
@@ -87,7 +87,7 @@ class Scheduler:
         self,
         rows: Iterable[Sequence],
         sizes: list[int],
-        prefill_tokens: int,
+        limits: ChunkLimits,
         slots: Callable[[int, int], tuple[int, ...]],
         shareable: Callable[[Sequence], int] | None = None,
         ahead: int = 0,
@@ -95,7 +95,7 @@ class Scheduler:
         least: int = 1,
     ):
         self.sizes = sizes
-        self.prefill_tokens = prefill_tokens
+        self.limits = limits
         self.slots = slots
         self.shareable = shareable or (lambda s: 0)
         self.ahead = ahead
@@ -117,7 +117,7 @@ class Scheduler:
         batches = {k: batch for k, batch in batches.items() if batch.rows}
         if not batches:
             return None
-        chunks = cut(self._pieces(batches, entered), self.prefill_tokens)
+        chunks = cut(self._pieces(batches, entered), self.limits)
         ends = all(batch.will_end for batch in batches.values())
         return Pass(batches, chunks, ends and not self.waiting and not self._next_row)
 
@@ -181,7 +181,7 @@ class Scheduler:
         for k, batch in batches.items():
             new = entered.get(k, [])
             old = len(batch.rows) - len(new)
-            for piece in prompt_pieces(k, new, list(range(old, len(batch.rows))), self.prefill_tokens):
+            for piece in prompt_pieces(k, new, list(range(old, len(batch.rows))), self.limits.prefill_tokens):
                 for node in nodes_of(piece):
                     if not node.texts and node not in computed:
                         computed.add(node)

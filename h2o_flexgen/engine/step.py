@@ -1,13 +1,16 @@
 """One pass: a walk through the stages of a model, in each of which prompts prefill and rows decode while the weights of
 the stage are on the device.
 
-The stages are the embedding, a transformer block for each layer, and the head. In layer j each chunk of the pass goes,
-in turn:
+The stages are the embedding, the units of each layer, and the head. In layer j each chunk of the pass goes, in turn:
 
     hidden (N, E) -> q, k, v of all its tokens -> attention, piece by piece -> MLP -> hidden (N, E)
                                                   |
                      prompts: read (after their prefix), keep in their places of KV block (j, k)
                      decode step: append one token to KV block (j, k)
+
+With a mixture of experts the layer's first stage ends with the router, and each group of experts is a stage of its own,
+which all chunks pass before the next one. Until the last group a chunk's state is (3, N, E): the hidden states, what
+experts read, and the sum of what they return.
 
 A KV block is staged when the first piece of its batch attends, and written back after the last one.
 """
@@ -28,6 +31,7 @@ from h2o_flexgen.engine.observer import Observer
 from h2o_flexgen.engine.report import Meter
 from h2o_flexgen.engine.scheduler import Pass
 from h2o_flexgen.engine.stores import Prefetcher, Stores
+from h2o_flexgen.kernels.experts import Routing
 from h2o_flexgen.kv_cache.layout import KVTensors
 from h2o_flexgen.kv_cache.rule import CacheRule
 from h2o_flexgen.machine import memory
@@ -74,12 +78,14 @@ class Walk:
         self.weights = stores.weights
         self.dtype = stores.model.dtype
         self.family = family(self.spec.model_type)
-        self.token_bytes = self.spec.hidden * self.dtype.itemsize
+        self.token_bytes = self.spec.state_width * self.dtype.itemsize
         self.prefetch = Prefetcher(stores)
+        self._layers = [n for n, layer in enumerate(stores.model.layers) for _ in layer.units]  # by stage
         self._trimmed = time.perf_counter()
         self._hidden: dict[int, Tensor] = {}  # by chunk, of those that stay on the device
         self._open: dict[int, KVTensors] = {}  # KV blocks of the current layer, by batch
         self._slots: dict[int, Tensor] = {}  # written by a decode step, by batch
+        self._routed: dict[int, Routing] = {}  # by chunk, in a layer of experts
         self._wanted: list[tuple[Sequence, Tensor]] = []  # rows whose logits are wanted, with their hidden states (E,)
 
     @torch.inference_mode()
@@ -88,24 +94,28 @@ class Walk:
         self._begin(pass_)
         for number, stage in enumerate(self._stages()):
             interrupts.check()
-            self.prefetch.weights(number)
-            w = self.weights.get(number)
+            routed = self._routed.values()
+            self.prefetch.weights(number, routed)
+            w = self.weights.get(number, self.prefetch.wanted(number, routed))
             for n, chunk in enumerate(pass_.chunks):
                 interrupts.check()
                 with self.meter.chunk(chunk):
                     stage(n, chunk, w)
             self.weights.release(number)
-            self.observer.on_layer(number)
+            self.observer.on_layer(self._layers[number])
         for piece in pass_.pieces:
             piece.advance()
         if any(piece.is_prompt for piece in pass_.pieces):
             self.device.release_gaps()
 
     def _stages(self) -> Iterator[Stage]:
-        """Embedding, blocks, head: as the weight store numbers them."""
+        """Embedding, units of the blocks, head: as the weight store numbers them."""
         yield self._embed
-        for layer in range(self.spec.layers):
-            yield partial(self._block, layer)
+        for j, layer in enumerate(self.stores.model.layers[1:-1]):
+            _, *groups = layer.units
+            yield partial(self._experts_chosen if groups else self._block, j)
+            for group in groups:
+                yield partial(self._experts, group.experts, group is groups[-1])
         yield self._head
 
     def _begin(self, pass_: Pass) -> None:
@@ -132,11 +142,35 @@ class Walk:
         self._keep(n, chunk, self.family.embed(self.spec, w, self.weights.rows, chunk.ids(), chunk.positions))
 
     def _block(self, j: int, n: int, chunk: Chunk, w: Weights) -> None:
-        hidden = self._taken(n, chunk)
+        self._keep(n, chunk, self._through(self.family.block, j, n, chunk, w))
+
+    def _through(self, part: Callable, j: int, n: int, chunk: Chunk, w: Weights) -> Tensor:
+        """The hidden states (N, E) of a chunk after a part of layer j that has the attention in it."""
         # where positions roll attention rotates, since keys are cached unrotated
         positions = None if self.stores.job.rule.rope else chunk.positions
-        hidden = self.family.block(self.spec.at(j), w, hidden, positions, partial(self._attend, j, chunk))
-        self._keep(n, chunk, hidden)
+        return part(self.spec.at(j), w, self._taken(n, chunk), positions, partial(self._attend, j, chunk))
+
+    def _experts_chosen(self, j: int, n: int, chunk: Chunk, w: Weights) -> None:
+        """A layer up to its router."""
+        hidden = self._through(self.family.attention, j, n, chunk, w)
+        x, routing = self.family.route(self.spec.at(j), w, hidden)
+        self._routed[n] = routing
+        self._keep(n, chunk, torch.stack([hidden, x, torch.zeros_like(x)]))
+
+    def _experts(self, group: range, is_last: bool, n: int, chunk: Chunk, w: Weights) -> None:
+        """A group of experts, for the tokens that were routed to them; after the last group their sum is added."""
+        state = self._taken(n, chunk)
+        if chunk.home is not None and self.stores.activations.moves(chunk.home.batch):
+            state = state.clone()  # it is written back while its staging buffer is filled again
+        hidden, x, total = state
+        routing = self._routed[n]
+        for place, expert in enumerate(group):
+            each = {short: matrices[place] for short, matrices in w.items()}
+            routing.add(expert, x, total, partial(self.family.expert, self.spec, each))
+        if is_last:
+            del self._routed[n]
+            state = hidden.add_(total)
+        self._keep(n, chunk, state)
 
     def _head(self, n: int, chunk: Chunk, w: Weights) -> None:
         """Hand the logits that are wanted to the sink, HEAD_ROWS at a time, of all chunks together: each time the head

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from itertools import takewhile
 from typing import NamedTuple
 
+from h2o_flexgen.engine.batch import ChunkLimits
 from h2o_flexgen.engine.model import LoadedModel
 from h2o_flexgen.engine.scheduler import Pass
 from h2o_flexgen.formats.forms import cache_format
+from h2o_flexgen.kernels.experts import Routing
+from h2o_flexgen.models.spec import units_of
 from h2o_flexgen.planning.execution_plan import ExecutionPlan
-from h2o_flexgen.planning.workload import batch_sizes, micro_tokens
+from h2o_flexgen.planning.workload import batch_sizes, group_rows, micro_tokens
 from h2o_flexgen.storage.activations import ActivationStore
 from h2o_flexgen.storage.kv_store import KVStore
 from h2o_flexgen.storage.transport import Transport
 from h2o_flexgen.storage.weights import WeightStore
+
+#: where tokens are expected to go through this share of a layer's experts or more, all are read: ahead of the router's
+#: answer, which costs less than waiting for it
+ALL_EXPERTS = 0.9
 
 
 class Use(NamedTuple):
@@ -53,11 +60,12 @@ class Stores:
         self._pinned = self.device.pinned_count()
         longest = job.workload.longest
         sizes = batch_sizes(len(job.workload.prompt_lens), job.policy)
-        token = model.spec.hidden * model.dtype.itemsize
+        token = model.spec.state_width * model.dtype.itemsize
         self.rules = [job.rule.in_layer(layer) for layer in range(model.spec.layers)]
         self.has_cache = is_stream or job.workload.gen_len > 1
         self.is_stream = is_stream
         self.sizes = sizes
+        self.limits = ChunkLimits(job.policy.prefill_tokens, group_rows(model.spec))
         self.form = partial(cache_format, job.compress_cache, model.dtype)
         layouts = job.rule.layouts(model.spec, self.form, [(size, longest) for size in sizes], job.workload.gen_len)
         micro_bytes = micro_tokens(job.policy.prefill_tokens, longest, sizes[0]) * token
@@ -98,6 +106,7 @@ class Prefetcher:
 
     def __init__(self, stores: Stores):
         self.stores = stores
+        self._units = units_of(stores.model.layers)
         self._uses: deque[Use] = deque()  # of KV blocks that must be staged
 
     def begin(self, pass_: Pass, cached_len: Callable[[int, int], int]) -> None:
@@ -106,6 +115,9 @@ class Prefetcher:
         self.pass_ = pass_
         self._cached_lens = cached_len
         self._homes = [chunk.home for chunk in pass_.chunks]
+        spec = self.stores.model.spec
+        tokens = sum(chunk.size for chunk in pass_.chunks)
+        self._reads_few = spec.experts > 0 and spec.touched(tokens) < ALL_EXPERTS
         self._uses.clear()
         if not self.stores.has_cache:
             return
@@ -128,18 +140,34 @@ class Prefetcher:
         block = self.stores.caches.blocks[use.layer, use.batch]
         return self.pass_.batches[use.batch].opens is None and block.loading is not None
 
-    def weights(self, stage: int) -> None:
-        """Those from a stage on, as far as the two staging buffers reach; a head in slices needs none of them."""
+    def weights(self, stage: int, routed: Collection[Routing]) -> None:
+        """Those from a stage on, as far as the two staging buffers reach; a head in slices needs none of them. Where
+        only some experts are read, those of a layer that is not `routed` yet, and what comes after them, must wait."""
         groups = self.stores.weights.groups
-        head = self.stores.model.spec.layers + 1
-        if stage == head - 1:  # before the layers of the next pass, which are needed later
+        head = len(self._units) - 1
+        is_sliced = not groups or groups[-1][-1] != head
+        if is_sliced and stage == head - 1:  # before the layers of the next pass, which are needed later
             self.stores.weights.prefetch(head)
         left = [group for group in groups if group[-1] >= stage]
         following = [] if self.pass_.is_last else groups
         for n, group in enumerate([*left, *following][:2]):
             for number in group:
                 if number >= stage or n >= len(left):
-                    self.stores.weights.prefetch(number)
+                    if self._reads_few and self._units[number].experts and not self._is_routed(number, stage, routed):
+                        return
+                    self.stores.weights.prefetch(number, self.wanted(number, routed))
+
+    def _is_routed(self, number: int, stage: int, routed: Collection[Routing]) -> bool:
+        """Whether the tokens are known that go through the experts of unit `number`: those of the current layer's."""
+        between = self._units[stage : number + 1]
+        return bool(routed) and bool(between) and all(unit.experts for unit in between)
+
+    def wanted(self, number: int, routed: Collection[Routing]) -> set[int] | None:
+        """Of a unit of experts those that some token goes through, counted from its first one; None: all are read."""
+        experts = self._units[number].experts
+        if not experts or not self._reads_few:
+            return None
+        return {expert - experts.start for routing in routed for expert in routing.experts if expert in experts}
 
     def caches(self, j: int, k: int) -> None:
         """The KV blocks after that of layer j and batch k, which has been used, while staging buffers are free."""

@@ -172,7 +172,7 @@ class Streams:
                 pieces += prompt_pieces(k, batch.rows, places, policy.prefill_tokens)
             else:
                 pieces.append(Piece(k, batch.rows, places))
-        pass_ = Pass(batches, cut(pieces, policy.prefill_tokens), is_last and all(s.will_end for s in rows))
+        pass_ = Pass(batches, cut(pieces, self.stores.limits), is_last and all(s.will_end for s in rows))
         walk.run(pass_)
         self.meter.end_pass(pass_)
 

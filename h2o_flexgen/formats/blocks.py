@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
 import numpy as np
 import torch
@@ -43,12 +43,14 @@ class Blocks(Format):
     def loop_kind(self) -> int:
         return INT8 if self.layout.codes.is_signed else INT4
 
-    @property
+    @cached_property
     def tile(self) -> tuple[int, int, int] | None:
         """The last fields of `block_tiles.Blocks`; None: matmuls in int8 do not read this format as stored."""
-        if self.layout.floats:
+        codes = self.layout.codes
+        needs_halves = bool(codes.table) or codes.bits[0][-1].per_byte > 1
+        if self.layout.floats or self.layout.run % 16 or (needs_halves and self.layout.size != 32):
             return None
-        lowest, highest = self.layout.codes.bounds
+        lowest, highest = codes.bounds
         loops = threads.compiled()
         kind = loops and loops.block_tiles.kind_of(self.layout.group, highest - lowest)
         return None if kind is None else (kind, lowest, highest - lowest)

@@ -8,8 +8,8 @@ are is also decided row by row.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, reduce
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from h2o_flexgen.compiled.threads import compiled, float_array, in_threads
 from h2o_flexgen.formats import Quantised
-from h2o_flexgen.formats.codes import MOST, quantise_rows
+from h2o_flexgen.formats.codes import quantise_rows
 
 #: an outlier is more than this many times the mean absolute value of its row
 OUTLIER_RATIO = 8.0
@@ -44,6 +44,16 @@ class Int8Weight:
     def height(self) -> int:
         """Its outputs, O."""
         return len(self.scale)
+
+
+def split_rows(weight: Tensor | Quantised | Int8Weight, count: int) -> list[Tensor | Quantised | Int8Weight]:
+    """A matrix in `count` parts of equally many rows, without a copy."""
+    if isinstance(weight, Int8Weight):
+        return [Int8Weight(*part) for part in zip(weight.codes.chunk(count), weight.scale.chunk(count))]
+    if isinstance(weight, Tensor):
+        return list(weight.chunk(count))
+    shape = (weight.height // count, weight.shape[1])
+    return [replace(weight, raw=raw, shape=shape) for raw in weight.raw.chunk(count)]
 
 
 class SlicedWeight:
@@ -103,8 +113,8 @@ def quantise(x: Tensor, outliers: bool = True) -> Int8Activations:
     array = float_array(x)
     codes = torch.empty(rows, width, dtype=torch.int8)
     limit = torch.empty(rows)
-    largest = torch.empty(rows)
-    targets = [t.numpy() for t in (codes, limit, largest)]
+    scale = torch.empty(rows)
+    targets = [t.numpy() for t in (codes, limit, scale)]
     most = MAX_OUTLIERS if outliers else 0
     columns = []  # of the rows of each part: which hold an outlier
 
@@ -112,11 +122,12 @@ def quantise(x: Tensor, outliers: bool = True) -> Int8Activations:
         columns.append(loops.codes.quantise(array, OUTLIER_RATIO, most, begin, end, *targets))
 
     in_threads(part, rows, x.numel())
-    places = torch.from_numpy(np.any(columns, axis=0)).nonzero()[:, 0]
+    # with few rows, torch's operators would take longer than the loops
+    places = torch.from_numpy(np.flatnonzero(reduce(np.bitwise_or, columns)))
     kept = torch.empty(rows, len(places))
     if len(places):
         loops.codes.outliers(array, limit.numpy(), places.numpy(), kept.numpy())
-    return Int8Activations(codes, largest / MOST, kept, places)
+    return Int8Activations(codes, scale, kept, places)
 
 
 def _quantise_by_torch(x: Tensor, outliers: bool) -> Int8Activations:

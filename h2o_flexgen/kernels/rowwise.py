@@ -14,7 +14,8 @@ from h2o_flexgen.kernels.attention import WIDENED_ELEMENTS, by_loops
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm of x (..., E) (arXiv 1910.07467), with its mean square in fp32."""
+    """RMSNorm of x (..., E) (arXiv 1910.07467), with its mean square in fp32. It is rounded to the type of the weight
+    before it is multiplied by that: with one in fp32 only the product is rounded."""
     rows = x.reshape(-1, x.shape[-1])
     out = torch.empty_like(rows)
     if _by_loops(rows, weight):
@@ -25,7 +26,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     for part, target in zip(rows.split(few), out.split(few)):
         wide = part.float()
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-        torch.mul(weight, (wide * scale).to(x.dtype), out=target)
+        torch.mul(weight, (wide * scale).to(weight.dtype), out=target)
     return out.view(x.shape)
 
 
@@ -45,6 +46,7 @@ def prepare(dtype: torch.dtype) -> None:
     """Compile the loops for a job that computes in `dtype`, or read them from numba's cache."""
     row = torch.ones(1, 1, dtype=dtype)
     rms_norm(row, row[0], 1.0)
+    rms_norm(row, row[0].float(), 1.0)
     maxima(row)
 
 

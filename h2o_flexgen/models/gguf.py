@@ -22,13 +22,16 @@ from h2o_flexgen.models.gguf_file import GGUFTensor, parts, read_model
 from h2o_flexgen.models.gguf_tokenizer import write_tokenizer
 from h2o_flexgen.models.llama import LLAMA3_ROPE
 from h2o_flexgen.models.registry import spec_of
-from h2o_flexgen.models.rope import frequencies
-from h2o_flexgen.models.spec import Config, Layer, Rope, shortened
+from h2o_flexgen.models.rope import ORIGINAL, frequencies
+from h2o_flexgen.models.spec import FULL, SLIDING, Config, Layer, Rope, experts_of, shortened
 from h2o_flexgen.utils.copies import converted
 from h2o_flexgen.utils.files import OTHER_HOME, cache_root
 
-#: supported architectures, by GGUF's names, which equal their `model_type`; Mistral's is "llama" too
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
+#: supported architectures, by GGUF's names -> `model_type`; Mistral's is "llama" too
+ARCHITECTURES = {name: name for name in ("llama", "qwen2", "qwen3", "gemma2", "phi3")}
+ARCHITECTURES |= {"gemma3": "gemma3_text", "qwen3moe": "qwen3_moe"}
+#: architectures with Gemma's norms -> layers of the model that alone scales attention by hidden width / heads
+LARGEST_GEMMAS = {"gemma2": 46, "gemma3": 62}
 #: types that are read unchanged; all others are dequantised
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 #: suffixes of tensors that are not weights
@@ -57,11 +60,10 @@ def in_place(path: Path, layers: Sequence[Layer]) -> dict[str, tuple[Path, int, 
     file = GGUFFile(path)
     found = {}
     unknown = {name for name in file.tensors if not name.endswith(UNUSED)}
-    for name, shape, stored, heads in file.named(layers):
-        tensor = file.tensor(stored, shape)
+    for name, stored, tensor, heads in file.named(layers):
         unknown.discard(stored)
         if tensor.type in GGUF:
-            found[name] = (tensor.path, tensor.offset, shape, replace(GGUF[tensor.type], heads=heads))
+            found[name] = (tensor.path, tensor.offset, tensor.shape, replace(GGUF[tensor.type], heads=heads))
     if unknown:
         name = shortened(min(unknown))
         raise UserError(f"{path} has a tensor {name}, which is unknown in {file.architecture} models")
@@ -121,12 +123,11 @@ class GGUFFile:
         heads = self._size("attention.head_count")
         hidden = self._size("embedding_length")
         head_dim = self._size("attention.key_length", max(1, hidden // heads))
-        if self._get("rope.dimension_count", head_dim) != head_dim:
+        if self.architecture != "phi3" and self._get("rope.dimension_count", head_dim) != head_dim:
             raise UserError(f"{self.path} rotates only a part of each head, which is not supported in GGUF files")
-        if self._get("expert_count", 0):
-            raise UserError(f"{self.path} is a mixture of experts, which is not supported")
+        experts = self._get("expert_count", 0)
         config = {
-            "model_type": self.architecture,
+            "model_type": "mixtral" if experts and self.architecture == "llama" else ARCHITECTURES[self.architecture],
             "num_hidden_layers": self._layers(),
             "hidden_size": hidden,
             "intermediate_size": self._get("feed_forward_length"),
@@ -143,11 +144,58 @@ class GGUFFile:
             "mlp_bias": "blk.0.ffn_up.bias" in self.tensors,
             "eos_token_id": self._eos(),
         }
+        if experts:
+            config |= self._experts(experts)
+        if self.architecture in LARGEST_GEMMAS:
+            config |= self._gemma(config)
+        if self.architecture == "phi3":
+            config |= self._phi3(config)
         types = {tensor.type for tensor in self.tensors.values() if len(tensor.shape) > 1}
         if len(types) == 1 and types < FLOATS.keys():
             config["dtype"] = dtype_name(FLOATS[types.pop()])
         spec_of(config, str(self.path))  # raises for invalid values
         return config
+
+    def _experts(self, count: int) -> dict:
+        """What only configs of mixtures of experts have, in the spelling of each family."""
+        inner = self._get("expert_feed_forward_length", self._get("feed_forward_length"))
+        used = self._size("expert_used_count")
+        return {
+            "num_experts": count,
+            "num_local_experts": count,
+            "num_experts_per_tok": used,
+            "moe_intermediate_size": inner,
+            "norm_topk_prob": True,
+        }
+
+    def _gemma(self, config: dict) -> dict:
+        """What only Gemma's configs have, by the rules of llama.cpp."""
+        is_second = self.architecture == "gemma2"
+        is_largest = config["num_hidden_layers"] == LARGEST_GEMMAS[self.architecture]
+        own = {
+            "query_pre_attn_scalar": config["hidden_size"] // config["num_attention_heads"]
+            if is_largest
+            else config["head_dim"],
+            "sliding_window": self._get("attention.sliding_window", 4096 if is_second else None),
+            "attn_logit_softcapping": self._get("attn_logit_softcapping", 50.0),
+            "final_logit_softcapping": self._get("final_logit_softcapping", 30.0 if is_second else 0.0) or None,
+            "rope_local_base_freq": self._get("rope.freq_base_swa", 10000.0),
+        }
+        pattern = self._get("attention.sliding_window_pattern", 2 if is_second else 6)
+        if isinstance(pattern, list):
+            return own | {"layer_types": [SLIDING if slides else FULL for slides in pattern]}
+        return own | {"sliding_window_pattern": pattern}
+
+    def _phi3(self, config: dict) -> dict:
+        """What only Phi-3's configs have. The first files name no window."""
+        head_dim = config["head_dim"]
+        window = self._get("attention.sliding_window", 2047 if self._get("context_length") == 4096 else 0)
+        partial = self._size("rope.dimension_count", head_dim) / head_dim
+        return {
+            "partial_rotary_factor": partial,
+            "sliding_window": window or None,
+            ORIGINAL: self._get("rope.scaling.original_context_length", 4096),
+        }
 
     def _layers(self) -> int:
         count = self._size("block_count")
@@ -203,16 +251,20 @@ class GGUFFile:
     def checkpoint_tensors(self, layers: Sequence[Layer], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """(name in a Hugging Face checkpoint, tensor) of all tensors in `layers`; those that are quantised in the file
         in `dtype`."""
-        for name, shape, stored, heads in self.named(layers):
-            self.tensor(stored, shape)
-            tensor = self.dequantised(stored, dtype)
-            yield name, tensor[stored_rows(len(tensor), heads)] if heads else tensor
+        for name, stored, found, heads in self.named(layers):
+            tensor = self.dequantised(stored, dtype, found)
+            if heads:
+                tensor = tensor[stored_rows(len(tensor), heads)]
+            if self.architecture in LARGEST_GEMMAS and name.endswith("norm.weight"):
+                tensor = tensor.float() - 1  # stored as the factor
+            yield name, tensor
 
-    def dequantised(self, name: str, dtype: torch.dtype) -> Tensor:
-        """A tensor by its name in the file: floats in their own type, others dequantised to `dtype`, part by part."""
+    def dequantised(self, name: str, dtype: torch.dtype, found: GGUFTensor | None = None) -> Tensor:
+        """A tensor by its name in the file, or `found` of it: floats in their own type, others dequantised to `dtype`,
+        part by part."""
         import gguf
 
-        found = self.tensor(name)
+        found = found or self.tensor(name)
         if found.type in FLOATS:
             raw = np.fromfile(found.path, np.uint8, found.nbytes, offset=found.offset)
             return torch.from_numpy(raw).view(FLOATS[found.type]).view(found.shape)
@@ -240,9 +292,9 @@ class GGUFFile:
             raise UserError(f"{self.path}: {name!r} {has}")
         return found
 
-    def named(self, layers: Sequence[Layer]) -> Iterator[tuple[str, tuple[int, ...], str, int]]:
-        """(name in a checkpoint, shape, GGUF's name, heads whose rows llama.cpp permutes or 0) of all tensors. Raises
-        UserError for a tensor that this architecture lacks."""
+    def named(self, layers: Sequence[Layer]) -> Iterator[tuple[str, str, GGUFTensor, int]]:
+        """(name in a checkpoint, GGUF's name, tensor, heads whose rows llama.cpp permutes or 0) of all tensors. Raises
+        UserError for a tensor that this architecture or the file lacks, or that has another shape."""
         import gguf
 
         arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == self.architecture)
@@ -252,8 +304,15 @@ class GGUFFile:
             heads = {"q_proj": self.config["num_attention_heads"], "k_proj": self.config["num_key_value_heads"]}
         for layer in layers:
             for name, shape in layer.shapes.items():
-                module, _, part = name.rpartition(".")
+                template, experts = experts_of(name)
+                module, _, part = template.replace(".{}", "").rpartition(".")
                 stored = names.get_name(module)
                 if stored is None:
                     raise UserError(f"{self.path} has no tensor {name!r}: the config is of another model")
-                yield name, shape, f"{stored}.{part}", heads.get(module.rpartition(".")[2], 0)
+                stored = f"{stored}.{part}"
+                if experts:
+                    each = (self._size("expert_count"), shape[0] // len(experts), shape[1])
+                    tensor = self.tensor(stored, each).part(experts)
+                else:
+                    tensor = self.tensor(stored, shape)
+                yield name, stored, tensor, heads.get(module.rpartition(".")[2], 0)

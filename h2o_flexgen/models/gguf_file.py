@@ -42,6 +42,13 @@ class GGUFTensor(NamedTuple):
     offset: int
     nbytes: int
 
+    def part(self, experts: range) -> GGUFTensor:
+        """Some matrices of a stack (experts, rows, columns), as one matrix."""
+        count, rows, columns = self.shape
+        size = self.nbytes // count
+        shape = (len(experts) * rows, columns)
+        return self._replace(shape=shape, offset=self.offset + experts.start * size, nbytes=len(experts) * size)
+
 
 class Header(NamedTuple):
     """The header of a file. Arrays of numbers in the metadata are numpy's."""

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 from torch import Tensor
 
-from h2o_flexgen.models.parts import Attend, Weights, attention, embed, mlp, project, rms_norm
+from h2o_flexgen.models import parts
+from h2o_flexgen.models.parts import Attend, Weights, embed, mlp, project, rms_norm
 from h2o_flexgen.models.rope import Positions, read_rope
-from h2o_flexgen.models.spec import Config, Layer, ModelSpec, matrix, vectors
+from h2o_flexgen.models.spec import Config, Layer, ModelSpec, Tensors, matrix, vectors
 
-__all__ = ["block", "embed", "logits", "named", "spec", "tensors"]
+__all__ = ["attention", "block", "embed", "logits", "named", "spec", "tensors"]
 
 #: name -> (layers, hidden width, MLP width, heads, KV heads, head size, words, positions, theta, tied)
 SIZES = {
@@ -36,12 +38,20 @@ class LlamaSpec(ModelSpec):
 
 
 def spec(
-    config: Config, kv_heads: int | None = None, head_dim: int | None = None, default_positions: int = 2048, **changes
+    config: Config,
+    kv_heads: int | None = None,
+    head_dim: int | None = None,
+    default_positions: int = 2048,
+    theta: float = 10000.0,
+    partial_rotary: float | None = None,
+    **changes,
 ) -> LlamaSpec:
-    """The spec of LLaMA or a family with its blocks. `kv_heads`, `head_dim` and `default_positions` are the family's
-    defaults; `changes` override fields."""
+    """The spec of LLaMA or a family with its blocks. `kv_heads`, `head_dim`, `default_positions`, `theta` and
+    `partial_rotary` (as `partial` of `read_rope`) are the family's defaults; `changes` override fields."""
     sizes = config.sizes(kv_heads, head_dim)
-    rope, positions = read_rope(config, sizes["head_dim"], positions=default_positions)
+    rope, positions = read_rope(
+        config, sizes["head_dim"], partial=partial_rotary, positions=default_positions, theta=theta
+    )
     bias = config.flag("attention_bias", False)
     spec = LlamaSpec(
         model_type="llama",
@@ -84,41 +94,55 @@ def named() -> dict[str, dict]:
 
 
 def tensors(spec: LlamaSpec) -> list[Layer]:
+    return with_ends(spec, [Layer(attention_tensors(spec, n) | mlp_tensors(spec, n)) for n in range(spec.layers)])
+
+
+def with_ends(spec: LlamaSpec, blocks: list[Layer]) -> list[Layer]:
+    """The blocks between embedding and head."""
+    words = ("model.embed_tokens.weight", (spec.vocab, spec.hidden))
+    head = {"head.weight": words if spec.tied else ("lm_head.weight", (spec.vocab, spec.hidden))}
+    return [Layer({}, {"words": words}), *blocks, Layer(vectors("final_norm", "model.norm", spec.hidden) | head)]
+
+
+def attention_tensors(spec: LlamaSpec, index: int) -> Tensors:
+    """Of a block without its MLP, except the norm before that."""
     E = spec.hidden
     Q = spec.query_width
     KV = spec.kv_width
-    inner = spec.inner
-    words = ("model.embed_tokens.weight", (spec.vocab, E))
+    at = f"model.layers.{index}.self_attn"
+    norms = {}
+    if spec.head_norms:
+        norms = vectors("q_norm", f"{at}.q_norm", spec.head_dim) | vectors("k_norm", f"{at}.k_norm", spec.head_dim)
+    return (
+        vectors("attn_norm", f"model.layers.{index}.input_layernorm", E)
+        | matrix("q", f"{at}.q_proj", Q, E, spec.qkv_bias)
+        | matrix("k", f"{at}.k_proj", KV, E, spec.qkv_bias)
+        | matrix("v", f"{at}.v_proj", KV, E, spec.qkv_bias)
+        | matrix("out", f"{at}.o_proj", E, Q, spec.out_bias)
+        | vectors("mlp_norm", f"model.layers.{index}.post_attention_layernorm", E)
+        | norms
+    )
 
-    def block(index: int) -> Layer:
-        at = f"model.layers.{index}.self_attn"
-        mlp = f"model.layers.{index}.mlp"
-        norms = {}
-        if spec.head_norms:
-            norms = vectors("q_norm", f"{at}.q_norm", spec.head_dim) | vectors("k_norm", f"{at}.k_norm", spec.head_dim)
-        return Layer(
-            vectors("attn_norm", f"model.layers.{index}.input_layernorm", E)
-            | matrix("q", f"{at}.q_proj", Q, E, spec.qkv_bias)
-            | matrix("k", f"{at}.k_proj", KV, E, spec.qkv_bias)
-            | matrix("v", f"{at}.v_proj", KV, E, spec.qkv_bias)
-            | matrix("out", f"{at}.o_proj", E, Q, spec.out_bias)
-            | vectors("mlp_norm", f"model.layers.{index}.post_attention_layernorm", E)
-            | matrix("gate", f"{mlp}.gate_proj", inner, E, spec.mlp_bias)
-            | matrix("up", f"{mlp}.up_proj", inner, E, spec.mlp_bias)
-            | matrix("down", f"{mlp}.down_proj", E, inner, spec.mlp_bias)
-            | norms
-        )
 
-    blocks = map(block, range(spec.layers))
-    head = {"head.weight": words if spec.tied else ("lm_head.weight", (spec.vocab, E))}
-    return [Layer({}, {"words": words}), *blocks, Layer(vectors("final_norm", "model.norm", E) | head)]
+def mlp_tensors(spec: LlamaSpec, index: int) -> Tensors:
+    at = f"model.layers.{index}.mlp"
+    return (
+        matrix("gate", f"{at}.gate_proj", spec.inner, spec.hidden, spec.mlp_bias)
+        | matrix("up", f"{at}.up_proj", spec.inner, spec.hidden, spec.mlp_bias)
+        | matrix("down", f"{at}.down_proj", spec.hidden, spec.inner, spec.mlp_bias)
+    )
+
+
+def attention(spec: LlamaSpec, w: Weights, hidden: Tensor, positions: Positions | None, attend: Attend) -> Tensor:
+    """A block up to its MLP."""
+    norm = partial(rms_norm, w, eps=spec.eps)
+    x = norm("attn_norm", hidden)
+    return parts.attention(spec, w, x, positions, attend, norm if spec.head_norms else None).add_(hidden)
 
 
 def block(spec: LlamaSpec, w: Weights, hidden: Tensor, positions: Positions | None, attend: Attend) -> Tensor:
-    x = rms_norm(w, "attn_norm", hidden, spec.eps)
-    hidden = attention(spec, w, x, positions, attend, spec.eps if spec.head_norms else None).add_(hidden)
-    x = rms_norm(w, "mlp_norm", hidden, spec.eps)
-    return mlp(spec, w, x).add_(hidden)
+    hidden = attention(spec, w, hidden, positions, attend)
+    return mlp(spec, w, rms_norm(w, "mlp_norm", hidden, spec.eps)).add_(hidden)
 
 
 def logits(spec: LlamaSpec, w: Weights, hidden: Tensor) -> Tensor:

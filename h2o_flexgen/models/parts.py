@@ -14,6 +14,7 @@ from torch import Tensor
 
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.kernels import rowwise
+from h2o_flexgen.kernels.experts import Routing
 from h2o_flexgen.kernels.linear import linears
 from h2o_flexgen.models.rope import Positions, rotation
 from h2o_flexgen.models.spec import ModelSpec
@@ -26,6 +27,8 @@ INNER = ("out", "down")
 Attend = Callable[..., Tensor]
 #: (short name, ids (N,)) -> rows of a gathered tensor (N, width)
 Gather = Callable[[str, Tensor], Tensor]
+#: (short name, x (..., E)) -> x after that norm
+Norm = Callable[[str, Tensor], Tensor]
 
 
 def project(w: Weights, name: str, x: Tensor) -> Tensor:
@@ -47,22 +50,27 @@ def rms_norm(w: Weights, name: str, x: Tensor, eps: float) -> Tensor:
     return rowwise.rms_norm(x, w[f"{name}.weight"], eps)
 
 
+def centred_rms_norm(w: Weights, name: str, x: Tensor, eps: float) -> Tensor:
+    """RMSNorm with a weight that is stored less 1, and by which it multiplies in fp32, as Gemma does."""
+    return rowwise.rms_norm(x, w[f"{name}.weight"].float() + 1, eps)
+
+
 def attention(
-    spec: ModelSpec, w: Weights, x: Tensor, positions: Positions | None, attend: Attend, norm_eps: float | None = None
+    spec: ModelSpec, w: Weights, x: Tensor, positions: Positions | None, attend: Attend, norm: Norm | None = None
 ) -> Tensor:
-    """Attention with matrices q, k, v and out: x (N, E) -> (N, E). With `norm_eps` the queries and keys of each head
-    go through the RMSNorms q_norm and k_norm before they are rotated. `sinks` are handed on if there are such."""
+    """Attention with matrices q, k, v and out: x (N, E) -> (N, E). With `norm` the queries and keys of each head go
+    through the norms q_norm and k_norm before they are rotated. `sinks` are handed on if there are such."""
     sinks = [w["sinks"]] if "sinks" in w else []
-    return project(w, "out", attend(*_heads(spec, w, x, positions, norm_eps), *sinks).flatten(1))
+    return project(w, "out", attend(*_heads(spec, w, x, positions, norm), *sinks).flatten(1))
 
 
-def _heads(spec: ModelSpec, w: Weights, x: Tensor, positions: Positions | None, norm_eps: float | None) -> tuple:
+def _heads(spec: ModelSpec, w: Weights, x: Tensor, positions: Positions | None, norm: Norm | None) -> tuple:
     """q, k and v for `attend`; in a function of its own, so that they are freed before the output matrix."""
     rotated = rotation(spec.rope, positions, x)
     q, k, v = (each.unflatten(1, (-1, spec.head_dim)) for each in projections(w, ("q", "k", "v"), x))
-    if norm_eps is not None:
-        q = rms_norm(w, "q_norm", q, norm_eps)
-        k = rms_norm(w, "k_norm", k, norm_eps)
+    if norm is not None:
+        q = norm("q_norm", q)
+        k = norm("k_norm", k)
     q = rotated(q)
     k = rotated(k)
     return q, k, v
@@ -80,6 +88,16 @@ def mlp(spec: ModelSpec, w: Weights, x: Tensor) -> Tensor:
     if spec.gated:
         wide.mul_(*up)
     return project(w, "down", wide)
+
+
+def route(spec: ModelSpec, w: Weights, x: Tensor, renormalises: bool) -> tuple[Tensor, Routing]:
+    """x (N, E), and the experts of each token by a softmax over all of them in fp32, of which the largest are taken;
+    with `renormalises` their weights add up to 1."""
+    shares = torch.softmax(project(w, "router", x), -1, dtype=torch.float32)
+    weights, ids = shares.topk(spec.active, -1)
+    if renormalises:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return x, Routing(ids, weights)
 
 
 def activation(name: str) -> Callable[[Tensor], Tensor]:

@@ -36,9 +36,10 @@ def windows(config: Config) -> list[int | None]:
     return [window if each else None for each in slides]
 
 
-def qwen_spec(config: Config, **changes) -> LlamaSpec:
-    """The spec of any Qwen; `changes` as in `llama.spec`."""
-    found = llama.spec(config, kv_heads=32, default_positions=32768, eos=config.tokens("eos_token_id"), **changes)
+def qwen_spec(config: Config, kv_heads: int = 32, **changes) -> LlamaSpec:
+    """The spec of any Qwen; arguments as in `llama.spec`."""
+    eos = config.tokens("eos_token_id")
+    found = llama.spec(config, kv_heads=kv_heads, default_positions=32768, eos=eos, **changes)
     return of_layers([replace(found, window=window) for window in windows(config)])
 
 

@@ -14,7 +14,10 @@ from h2o_flexgen.models.spec import Config, ModelSpec, shortened
 from h2o_flexgen.utils.files import check_small, read_json
 
 #: `model_type` of every family, each a module of this package
-FAMILIES = ("opt", "llama", "mistral", "qwen2", "qwen3", "gpt_neox")
+FAMILIES = ("opt", "llama", "mistral", "qwen2", "qwen3", "gpt_neox", "gemma2", "gemma3_text", "phi3")
+FAMILIES += ("qwen3_moe", "mixtral")
+#: `model_type` of models of several kinds of input, whose config holds that of their text model -> its family
+MULTIMODAL = {"gemma3": "gemma3_text"}
 #: types of weights that a job can compute in
 STORED_DTYPES = ("float16", "bfloat16", "float32")
 
@@ -39,6 +42,7 @@ def spec_of(config: dict, where: str = "the config") -> ModelSpec:
     """The spec of a model with this config.json, called `where` in messages. Raises UserError for an unknown family, an
     unknown kind of quantised checkpoint, or a value that is missing, of the wrong type or in contradiction to others.
     """
+    config = text_config(config, where)
     model_type = config.get("model_type")
     if model_type not in FAMILIES:
         known = ", ".join(FAMILIES)
@@ -47,6 +51,20 @@ def spec_of(config: dict, where: str = "the config") -> ModelSpec:
         )
     method_of(config, where)  # raises
     return family(model_type).spec(Config(config, where))
+
+
+def text_config(config: dict, where: str) -> dict:
+    """The config of a model's text model, with what is only in that of the whole model. Raises UserError for one that
+    is not an object."""
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str) or model_type not in MULTIMODAL:
+        return config
+    inner = config.get("text_config") or {}
+    if not isinstance(inner, dict):
+        raise UserError(f"{where}: text_config must be an object, not {shortened(inner)}")
+    ends = Config(inner, where).tokens("eos_token_id") | Config(config, where).tokens("eos_token_id")
+    ends = {"eos_token_id": sorted(ends)} if ends else {}
+    return {**config, **inner, **ends, "model_type": MULTIMODAL[model_type]}
 
 
 def read_spec(folder: Path) -> ModelSpec:

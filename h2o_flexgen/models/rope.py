@@ -34,7 +34,12 @@ KEPT_TOKENS = 128
 
 
 def read_rope(
-    config: Config, head_dim: int, theta_key: str = "rope_theta", partial: float | None = None, positions: int = 2048
+    config: Config,
+    head_dim: int,
+    theta_key: str = "rope_theta",
+    partial: float | None = None,
+    positions: int = 2048,
+    theta: float = 10000.0,
 ) -> tuple[Rope, int]:
     """The RoPE of a config in the old spelling (`rope_theta`, `rope_scaling`) or the new one (`rope_parameters`), and
     the number of positions that the model has with it.
@@ -42,7 +47,7 @@ def read_rope(
     Args:
         theta_key: theta's key in the old spelling.
         partial: default of the fraction of a head that is rotated; None for families that always rotate whole heads.
-        positions: the family's default of `max_position_embeddings`.
+        positions, theta: the family's defaults of `max_position_embeddings` and of theta.
 
     Raises:
         UserError: an unknown type, or parameters that are missing, invalid or give infinite angles.
@@ -68,7 +73,7 @@ def read_rope(
     if type_ == "longrope":
         scaling |= _longrope(given, dim, positions, original)
     longest = positions if type_ in ("default", "llama3", "longrope") else int(given.number("factor") * original)
-    theta = given.number("rope_theta", config.number(theta_key, 10000.0))
+    theta = given.number("rope_theta", config.number(theta_key, theta))
     try:
         rope = Rope(type_, theta, dim, positions, tuple(sorted(scaling.items())))
         for length in (1, max(positions, longest)):

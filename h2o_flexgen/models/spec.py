@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import reprlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,6 +18,11 @@ MOST_LAYERS = 1000
 MOST_HEAD_DIM = 1 << 16
 #: the most elements of a group of experts, unless one of them has more: in 4 bits reads of some 10 MB for each matrix
 GROUP_ELEMENTS = 1 << 26
+#: begins the short names of a router's tensors
+ROUTER = "router."
+#: types of layers in configs: those that see all earlier tokens, and those with a sliding window
+FULL = "full_attention"
+SLIDING = "sliding_attention"
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = 80
 #: {short name: (name in the checkpoint, shape)}
@@ -57,12 +63,22 @@ class ModelSpec:
     cap: float | None = None  # of these products: x becomes cap * tanh(x / cap)
     experts: int = 0  # of a layer with a mixture of experts
     active: int = 0  # experts that a token goes through
+    expert_inner: int = 0  # width of an expert
     kinds: tuple[ModelSpec, ...] = ()  # of layers, if they differ: in window, RoPE, heads
     pattern: tuple[int, ...] = ()  # which of `kinds` each layer is
 
     def at(self, layer: int) -> ModelSpec:
         """The sizes of one layer."""
         return self.kinds[self.pattern[layer]] if self.kinds else self
+
+    def touched(self, tokens: float) -> float:
+        """The expected fraction of a layer's experts that some of these tokens go through."""
+        return 1 - (1 - self.active / self.experts) ** tokens
+
+    @property
+    def state_width(self) -> int:
+        """Elements of a token between two stages; with experts also what these read, and the sum of their outputs."""
+        return self.hidden * (3 if self.experts else 1)
 
     @property
     def head_dims(self) -> set[int]:
@@ -166,6 +182,19 @@ def shapes_of(layers: Iterable[Layer | Unit]) -> dict[str, tuple[int, ...]]:
     return {name: shape for layer in layers for name, shape in layer.shapes.items()}
 
 
+def compressible(layers: Iterable[Layer]) -> list[dict[str, tuple[int, ...]]]:
+    """{name: shape} per layer of the tensors that may be kept in fewer bits: all but routers, which decide too much."""
+    routers = {tensor for layer in layers for short, (tensor, _) in layer.streamed.items() if short.startswith(ROUTER)}
+    return [{name: shape for name, shape in layer.shapes.items() if name not in routers} for layer in layers]
+
+
+def experts_of(name: str) -> tuple[str, range]:
+    """The name of a tensor with {} for the numbers of its experts, which are a range such as 16:32 in it, and these;
+    no experts without a range."""
+    before, numbers, after = (re.split(r"\.(\d+:\d+)\.", name) + ["", ""])[:3]
+    return (f"{before}.{{}}.{after}", range(*map(int, numbers.split(":")))) if numbers else (name, range(0))
+
+
 def units_of(layers: Iterable[Layer]) -> list[Unit]:
     """All units, in the order in which a pass needs them."""
     return [unit for layer in layers for unit in layer.units]
@@ -237,6 +266,23 @@ class Config:
     def window(self, default: int | None = None) -> int | None:
         """Tokens of the sliding window; None for null."""
         return None if self.data.get("sliding_window", default) is None else self.size("sliding_window", default)
+
+    def active(self, key: str, default: int, experts: int) -> int:
+        """How many of `experts` experts a token goes through."""
+        count = self.size(key, default)
+        if count > experts > 0:
+            raise self.error(f"{key} is {count}, but there are only {experts} experts")
+        return count
+
+    def layer_types(self, slides: Callable[[int], bool]) -> list[str]:
+        """FULL or SLIDING for each layer; without `layer_types` by its index."""
+        layers = self.size("num_hidden_layers", most=MOST_LAYERS)
+        types = self.data.get("layer_types")
+        if types is None:
+            return [SLIDING if slides(index) else FULL for index in range(layers)]
+        what = f"a list of {layers} times {FULL} or {SLIDING}"
+        self._checked("layer_types", types, what, lambda value: isinstance(value, list) and len(value) == layers)
+        return self._checked("layer_types", types, what, lambda value: all(kind in (FULL, SLIDING) for kind in value))
 
     def sizes(self, kv_heads: int | None = None, head_dim: int | None = None, grouped: bool = True) -> dict[str, int]:
         """The fields of a spec whose keys are the same in all families. `kv_heads` and `head_dim` are a family's

@@ -18,7 +18,7 @@ from h2o_flexgen.planning.occupancy import expected, stretches
 from h2o_flexgen.planning.placement import Placement
 from h2o_flexgen.planning.shapes import DECODER, Shapes
 from h2o_flexgen.planning.traffic import Amount, Flows, Offloaded, weights_beside
-from h2o_flexgen.planning.workload import GROUP_ROWS, Batch, batches_of, matmul_rows
+from h2o_flexgen.planning.workload import Batch, batches_of, group_rows, matmul_rows
 from h2o_flexgen.policy import Policy
 
 #: the most full blocks of a job that are costed
@@ -117,7 +117,7 @@ class CostModel:
         """Prefill and decode steps of a block. `streamed`: fraction of the head's weights that is not resident."""
         sizes = [batch.size for batch in batches]
         prefill_head = self.layers.head_seconds(sizes, streamed)
-        decode_head = self.layers.head_seconds(matmul_rows(sizes), streamed)
+        decode_head = self.layers.head_seconds(matmul_rows(sizes, group_rows(self.shapes.spec)), streamed)
         return [Phase(1, self.layers.prefill, prefill_head), Phase(self.steps, self.layers.decode, decode_head)]
 
     def predict(
@@ -162,7 +162,7 @@ class CostModel:
         seconds, a place is free for n life / (2 places) passes on average, each worth t / places. The sum of both is
         least at n = places sqrt(2 s / (life t)). Prompts that join the matmuls of a decode step cost nothing extra.
         """
-        if self.steps <= 0 or prompt_len <= GROUP_ROWS:
+        if self.steps <= 0 or prompt_len <= group_rows(self.shapes.spec):
             return 1
         most = max(policy.prefill_tokens, prompt_len)
         alone = self.layers.matmul_seconds(DECODER, prompt_len) / prompt_len

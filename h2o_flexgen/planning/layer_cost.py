@@ -17,7 +17,7 @@ from h2o_flexgen.kernels.attention import prefill_pairs
 from h2o_flexgen.machine.profile import Profile
 from h2o_flexgen.planning.shapes import DECODER, HEAD, Shapes
 from h2o_flexgen.planning.traffic import Amount, Flows, Offloaded, Traffic
-from h2o_flexgen.planning.workload import HEAD_ROWS, Batch, matmul_rows
+from h2o_flexgen.planning.workload import HEAD_ROWS, Batch, group_rows, matmul_rows
 from h2o_flexgen.policy import Policy
 from h2o_flexgen.storage.disk import requests
 from h2o_flexgen.storage.queues import KV_BUFFERS
@@ -60,7 +60,7 @@ class LayerCost:
         matrices: {name: shape} of the matrices of each decoder layer and of the head. Matrices of the embedding layer
             that are needed whole count with the first decoder layer.
         layer_bytes: bytes in memory of these matrices.
-        hidden_bytes: bytes of a token's hidden state.
+        hidden_bytes: bytes of a token's state between two stages.
         computed: fraction of the prompts' tokens that is computed; the rest is shared with another prompt.
     """
 
@@ -70,7 +70,7 @@ class LayerCost:
         self.gen_len = gen_len
         work = shapes.workload
         self.computed = 1 - work.shared / sum(work.prompt_lens)
-        self.hidden_bytes = shapes.spec.hidden * shapes.itemsize
+        self.hidden_bytes = shapes.spec.state_width * shapes.itemsize
         embedding, first, *others = map(_matrices, shapes.streamed)
         self.matrices = [embedding | first, *others]
         self.layer_bytes = [sum(map(shapes.nbytes, layer)) for layer in self.matrices]
@@ -86,12 +86,20 @@ class LayerCost:
 
     def matmul_seconds(self, layer: int, rows: int, resident: bool = True) -> float:
         """`rows` rows through the matrices of a layer, together; all of these are resident or all stream."""
-        seconds = 0.0
-        for name, shape in self.matrices[layer].items():
-            form = self.shapes.forms[name]
-            codes = form.operand.name if form.in_int8 else None
-            seconds += self.profile.matmul_seconds(shape, rows, resident and name in self._packed, codes)
-        return seconds
+        return sum(self._matrix_seconds(name, shape, rows, resident) for name, shape in self.matrices[layer].items())
+
+    def _matrix_seconds(self, name: str, shape: tuple[int, ...], rows: int, resident: bool) -> float:
+        """Of a matrix, or of the same one of a group of experts, which share the rows evenly."""
+        form = self.shapes.forms[name]
+        codes = form.operand.name if form.in_int8 else None
+        count = self.shapes.experts.get(name, 0)
+        if not count:
+            return self.profile.matmul_seconds(shape, rows, resident and name in self._packed, codes)
+        spec = self.shapes.spec
+        used = spec.touched(rows)
+        each = rows * spec.active / spec.experts / used
+        shape = (shape[0] // count, shape[1])
+        return count * used * self.profile.matmul_seconds(shape, each, False, codes)
 
     def _matmuls(self, layer: int, rows: Counter[int], streamed: Amount) -> Amount:
         """Seconds of the matmuls of a layer. `rows`: {rows of a matmul: how many such matmuls}; `streamed`: fraction of
@@ -226,7 +234,7 @@ class LayerCost:
         """A decode step of a block: the cache is read, one token is written back, and now and then a KV block on disk
         is compacted."""
         sizes = [batch.size for batch in batches]
-        groups = matmul_rows(sizes)
+        groups = matmul_rows(sizes, group_rows(self.shapes.spec))
         longest = batches[0].longest
         on_host = part.cache.cpu if policy.cpu_cache_compute else 0
         copied = self._copied(part.cache) - on_host

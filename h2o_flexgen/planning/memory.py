@@ -10,13 +10,13 @@ from h2o_flexgen.machine.pages import aligned
 from h2o_flexgen.machine.profile import Profile
 from h2o_flexgen.planning.placement import Placement
 from h2o_flexgen.planning.shapes import Shapes
-from h2o_flexgen.planning.workload import GROUP_ROWS, HEAD_ROWS, Workload, batch_sizes, matmul_rows, micro_tokens
+from h2o_flexgen.planning.workload import HEAD_ROWS, Workload, batch_sizes, group_rows, matmul_rows, micro_tokens
 from h2o_flexgen.planning.workspace import workspace_bytes
 from h2o_flexgen.policy import MARGIN, TIERS, Policy, gib
 from h2o_flexgen.storage.activations import WRITE_BACKS, activation_bytes
 from h2o_flexgen.storage.kv_store import kv_bytes
 from h2o_flexgen.storage.queues import double_buffers
-from h2o_flexgen.storage.staging import StagingBytes, largest_layer
+from h2o_flexgen.storage.staging import StagingBytes, largest_unit
 
 #: for messages: what a tier is called, with and without CUDA, and what helps if it is too small
 _NAMES = {"gpu": "the gpu tier", "cpu": "the cpu tier", "disk": "the disk tier"}
@@ -195,7 +195,7 @@ def _weight_buffers(shapes: Shapes, placement: Placement, overlap: bool) -> list
     if placement.sliced is not None:
         in_slices = tensors[placement.sliced].sliced
         sizes[placement.sliced] = in_slices._replace(device=0)
-    buffers = largest_layer(list(map(sizes.get, layer)) for layer in shapes.streamed)
+    buffers = largest_unit(list(map(sizes.get, unit.streamed_shapes)) for unit in shapes.units)
     count = double_buffers(overlap)
     plan.add("gpu", "weight staging buffers", count * (buffers.device + in_slices.device))
     plan.add("cpu", "weight buffers for disk reads", count * buffers.host)
@@ -216,7 +216,7 @@ def _plan_cache(plan: MemoryPlan, policy: Policy, shapes: Shapes, placement: Pla
     plan.add("cpu", "KV buffers for disk reads and writes", sizes.count * sizes.host + sizes.write)
     plan.add("cpu" if shapes.cuda else "gpu", "KV buffer for write-back", sizes.row)
     if sizes.row:  # each write-back may hold the tokens of its matmul group
-        new_tokens = sizes.count * max(matmul_rows(batches))
+        new_tokens = sizes.count * max(matmul_rows(batches, group_rows(shapes.spec)))
         plan.add("gpu", "keys and values being written back", new_tokens * shapes.most(lambda kind: kind.kv.row_bytes))
 
 
@@ -224,10 +224,11 @@ def _plan_activations(
     plan: MemoryPlan, policy: Policy, shapes: Shapes, placement: Placement, batches: list[int], workload: Workload
 ) -> None:
     longest = workload.longest
-    hidden = shapes.spec.hidden * shapes.itemsize  # bytes of a token's hidden state
+    hidden = shapes.spec.state_width * shapes.itemsize  # bytes of a token's state between two stages
     for k, tier in enumerate(placement.activations):
         plan.add(tier, f"activations of batch {k}", batches[k] * longest * hidden)
-    plan.add("gpu", "activations of a decode step", decode_rows(batches, len(workload.prompt_lens), longest) * hidden)
+    rows = decode_rows(batches, workload, group_rows(shapes.spec))
+    plan.add("gpu", "activations of a decode step", rows * hidden)
     micro_bytes = micro_tokens(policy.prefill_tokens, longest, batches[0]) * hidden
     sizes = activation_bytes(placement.activations, micro_bytes, policy.overlap, shapes.cuda)
     plan.add("gpu", "activation staging buffers", sizes.count * sizes.staging)
@@ -235,11 +236,11 @@ def _plan_activations(
     plan.add("cpu", "activation buffers for disk reads and writes", 2 * sizes.host)
 
 
-def decode_rows(batches: list[int], num_prompts: int, longest: int) -> int:
+def decode_rows(batches: list[int], workload: Workload, most: int) -> int:
     """Tokens of a pass whose hidden states stay on the device: one for each place, and prompts of rows that join the
-    matmuls of a decode step."""
+    matmuls of a decode step, of up to `most` rows."""
     places = sum(batches)
-    joining = min(len(batches) * GROUP_ROWS, places * longest) if num_prompts > places else 0
+    joining = min(len(batches) * most, places * workload.longest) if len(workload.prompt_lens) > places else 0
     return places + joining
 
 

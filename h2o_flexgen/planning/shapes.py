@@ -18,7 +18,7 @@ from h2o_flexgen.kv_cache import rule_for
 from h2o_flexgen.kv_cache.layout import KVLayout
 from h2o_flexgen.kv_cache.rule import CacheRule
 from h2o_flexgen.models.registry import family
-from h2o_flexgen.models.spec import Layer, ModelSpec, shapes_of
+from h2o_flexgen.models.spec import Layer, ModelSpec, Unit, shapes_of, units_of
 from h2o_flexgen.planning.workload import Workload
 from h2o_flexgen.policy import TIERS
 from h2o_flexgen.storage.staging import StagingBytes, slice_bytes, staging_bytes
@@ -123,9 +123,24 @@ class ModelData:
         return self.torch_dtype.itemsize
 
     @cached_property
+    def units(self) -> list[Unit]:
+        """The tensors of each unit."""
+        return units_of(self.layers)
+
+    @cached_property
     def streamed(self) -> list[dict[str, tuple[int, ...]]]:
         """{name: shape} per layer of what is needed whole (of the embedding only rows are gathered)."""
         return [layer.streamed_shapes for layer in self.layers]
+
+    @cached_property
+    def experts(self) -> dict[str, int]:
+        """How many experts are below each other in a tensor, by the names of those that have some."""
+        return {name: len(unit.experts) for unit in self.units if unit.experts for name in unit.shapes}
+
+    def multiplied(self, layer: int) -> dict[str, tuple[int, ...]]:
+        """{name: shape} of the matrices and vectors of a layer, of experts the shape of each."""
+        found = self.streamed[layer].items()
+        return {name: (shape[0] // self.experts.get(name, 1), *shape[1:]) for name, shape in found}
 
     @cached_property
     def tensor_bytes(self) -> dict[str, TensorBytes]:
@@ -135,7 +150,7 @@ class ModelData:
             form = self.forms[name]
             stored = form.stored.nbytes(shape)
             retyped = stored if form.stored.is_dense and form.stored != form.kept else 0
-            staging = {tier: staging_bytes(tier, form, shape, self.cuda) for tier in TIERS}
+            staging = {tier: staging_bytes(tier, form, shape, self.cuda, self.experts.get(name, 0)) for tier in TIERS}
             sliced = slice_bytes(form, shape) if name == self.head else StagingBytes()
             found[name] = TensorBytes(form.kept.nbytes(shape), stored, staging, sliced, retyped)
         return found

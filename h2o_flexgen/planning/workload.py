@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from h2o_flexgen.models.spec import ModelSpec
 from h2o_flexgen.policy import Policy
 
 #: bytes of a generated token in Python: an int, its logprob, and a place in each of two lists
@@ -91,13 +92,19 @@ def micro_tokens(prefill_tokens: int, longest: int, batch: int) -> int:
     return max(longest, min(prefill_tokens, batch * longest))
 
 
-def matmul_rows(sizes: Sequence[int]) -> list[int]:
-    """Rows of each group of batches whose decode steps share matmuls: of one batch, or of several with at most
-    GROUP_ROWS rows together. A larger group saves less compute than it costs: fewer KV blocks are staged beside it.
-    `sizes`: sequences of each batch."""
+def group_rows(spec: ModelSpec) -> int:
+    """Rows that go through the matmuls of a decode step together: enough for GROUP_ROWS of each expert, if there are
+    experts."""
+    return GROUP_ROWS * spec.experts // spec.active if spec.experts else GROUP_ROWS
+
+
+def matmul_rows(sizes: Sequence[int], most: int = GROUP_ROWS) -> list[int]:
+    """Rows of each group of batches whose decode steps share matmuls: of one batch, or of several with at most `most`
+    rows together (`group_rows`). A larger group saves less compute than it costs: fewer KV blocks are staged beside
+    it. `sizes`: sequences of each batch."""
     groups: list[int] = []
     for size in sizes:
-        if groups and groups[-1] + size <= GROUP_ROWS:
+        if groups and groups[-1] + size <= most:
             groups[-1] += size
         else:
             groups.append(size)

@@ -8,7 +8,7 @@ from h2o_flexgen.kernels.exact import WIDEN_BYTES, WIDEN_ROWS
 from h2o_flexgen.kernels.int8 import INT8_ROWS, may_tile
 from h2o_flexgen.kernels.linear import always_tiles, slice_rows
 from h2o_flexgen.planning.shapes import DECODER, HEAD, Shapes
-from h2o_flexgen.planning.workload import HEAD_ROWS, SAMPLE_ROWS, matmul_rows, micro_tokens
+from h2o_flexgen.planning.workload import HEAD_ROWS, SAMPLE_ROWS, group_rows, matmul_rows, micro_tokens
 from h2o_flexgen.policy import Policy
 
 #: sort workspace per logit, in bytes
@@ -19,6 +19,8 @@ OUTLIER_COLUMNS = 64
 #: tensors of the MLP's inner width that an activation function holds at its peak; others, composed of many steps, hold
 #: up to 4
 _INNER_TENSORS = {"relu": 1, "gelu": 2, "silu": 2, "swish": 2}
+#: bytes of a token and one of its experts: numbers and weights, as they come and in the experts' order
+_ROUTED = 48
 #: bytes per element of x in an int8 matmul: its code, and the operand made of it; on CUDA also what makes them
 _CODES = {"tiles": 1 + 2, "floats": 1 + 4, "cuda": 18}
 #: bytes per element of an int8 matmul's result: int32 sums as the kernel leaves them, the same contiguous, and fp32
@@ -28,7 +30,7 @@ _SUMS = 12
 def workspace_bytes(policy: Policy, shapes: Shapes, longest: int, batches: list[int], cached_len: int = 0) -> int:
     """The most that a layer or the head takes. `batches`: sequences of each batch, the largest first; `longest`: tokens
     of the longest prompt; `cached_len`: tokens that the caches already hold."""
-    rows = max(matmul_rows(batches))
+    rows = max(matmul_rows(batches, group_rows(shapes.spec)))
     prefill = prefill_workspace(shapes, micro_tokens(policy.prefill_tokens, longest, batches[0]), longest, cached_len)
     return max(prefill, _decode_workspace(shapes, batches[0], rows), _head_workspace(shapes, sum(batches)))
 
@@ -37,15 +39,23 @@ def prefill_workspace(shapes: Shapes, tokens: int, longest: int, cached_len: int
     """Bytes of a decoder layer for a micro-batch of `tokens` tokens, of prompts of up to `longest` tokens behind
     `cached_len` that the caches hold."""
     attention = shapes.most(lambda kind: _prefill_attention_bytes(kind, tokens, longest, cached_len))
-    return max(_mlp_bytes(shapes, tokens), attention, _norm_bytes(shapes, tokens))
+    return max(_mlp_bytes(shapes, tokens), attention, _norm_bytes(shapes, tokens), _routing_bytes(shapes, tokens))
 
 
 def _mlp_bytes(shapes: Shapes, tokens: int) -> int:
     """Hidden states, their norm and the sum, inner tensors, and what the matmuls take."""
     spec = shapes.spec
-    inner = spec.inner * (_INNER_TENSORS.get(spec.activation, 4) + spec.gated)
+    inner = max(spec.inner, spec.expert_inner) * (_INNER_TENSORS.get(spec.activation, 4) + spec.gated)
     matmul = max(_widened_bytes(shapes, tokens), _int8_bytes(shapes, tokens))
     return tokens * (3 * spec.hidden + inner) * shapes.itemsize + matmul
+
+
+def _routing_bytes(shapes: Shapes, tokens: int) -> int:
+    """In a layer of experts: hidden states, what experts read and zeros, the state that is made of the three, the
+    router's answer, and tokens in the order of their experts."""
+    spec = shapes.spec
+    answer = spec.experts * (shapes.itemsize + 4) + spec.active * _ROUTED
+    return tokens * (2 * spec.state_width * shapes.itemsize + answer) * (spec.experts > 0)
 
 
 def _norm_bytes(shapes: Shapes, tokens: int) -> int:
@@ -132,7 +142,7 @@ def _int8_bytes(shapes: Shapes, rows: int, layer: int = DECODER) -> int:
     """What the largest int8 matmul of a layer takes: the codes of x, and the sums and floats of the result, which tiles
     never hold whole; where tiles do not cover the weight, a slice of it in floats. Outliers stay floats, and the
     weight's columns for them may become rows of x."""
-    matrices = {name: shape for name, shape in shapes.streamed[layer].items() if shapes.forms[name].in_int8}
+    matrices = {name: shape for name, shape in shapes.multiplied(layer).items() if shapes.forms[name].in_int8}
     rows = min(rows, INT8_ROWS) + OUTLIER_COLUMNS
     tiles_only = bool(matrices) and not shapes.cuda and always_tiles()
     largest = 0
@@ -190,7 +200,7 @@ def _decode_attention_bytes(shapes: Shapes, batch: int, rows: int, slots: int) -
     """Hidden states, inner tensors, queries, keys and values of `rows`, and attention over up to `slots` slots."""
     spec = shapes.spec
     size = shapes.itemsize
-    inner = spec.inner * (2 + spec.gated)
+    inner = max(spec.inner, spec.expert_inner) * (2 + spec.gated)
     tensors = rows * (4 * spec.hidden + 2 * spec.query_width + 2 * spec.kv_width + inner) * size
     # logits and probabilities; in fp32 also what slots receive, and what a rule compares
     attention = batch * spec.heads * slots * (4 * 4 + 2 * size)

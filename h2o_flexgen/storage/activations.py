@@ -83,10 +83,14 @@ class ActivationStore:
         self._store_host = device.host_buffer(sizes.host)
         self._load_host_free = None  # event
 
+    def moves(self, batch: int) -> bool:
+        """Whether the hidden states of a batch leave the device between two stages."""
+        return self.tiers[batch] != "gpu"
+
     def put(self, batch: int, micro: int, offset: int, tensor: Tensor) -> None:
         """Keep the hidden states of a micro-batch, of any shape; they begin `offset` bytes into those of its batch."""
         hidden = self._hidden[batch, micro] = _Hidden(offset, tensor)
-        if self.tiers[batch] == "gpu":
+        if not self.moves(batch):
             return
         self.device.hold_back(self._storing, WRITE_BACKS, "activations")
         computed = self.device.record()

@@ -21,12 +21,15 @@ from h2o_flexgen.models.folder import describe_choice, describe_unreadable, weig
 from h2o_flexgen.models.gguf import in_place, is_gguf
 from h2o_flexgen.models.gguf_file import parts
 from h2o_flexgen.models.quantised import Method
-from h2o_flexgen.models.spec import Layer, shapes_of
+from h2o_flexgen.models.spec import Layer, experts_of, shapes_of
 from h2o_flexgen.policy import gib
 from h2o_flexgen.storage.convert import bins_to_safetensors, gguf_to_safetensors, made_once
 from h2o_flexgen.storage.disk import DiskIO, File, wait
 from h2o_flexgen.storage.quantised import encoded, find_matrices
-from h2o_flexgen.storage.stored import DTYPES, Stored, parts_of, rows_of
+from h2o_flexgen.storage.stored import DTYPES, Stack, Stored, parts_of, rows_of
+
+#: part of the names of a text model in a multimodal checkpoint
+TEXT_MODEL = "language_model."
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +53,7 @@ class Checkpoint:
     def __init__(self, path: Path, layers: Seq[Layer] = (), dtype: torch.dtype = torch.float32, progress: bool = True):
         self.path = path
         self.copy_bytes = 0
+        self._origin = ""  # what the values of matrices depend on besides the files
         self.tensors: dict[str, Stored] = {}
         if is_gguf(path):
             self.files = parts(path)
@@ -82,7 +86,7 @@ class Checkpoint:
         # another config, or another dtype that a GGUF file was converted to, makes another copy
         made = [(name, shapes[name], form, self.find(name).format) for name, form in formats.items()]
         tensors = lambda: self.encoded(formats)
-        files = made_once(self.files, f"weights as {made}", tensors, len(formats), total, progress)
+        files = made_once(self.files, f"weights as {made}{self._origin}", tensors, len(formats), total, progress)
         self._take(files, formats, shapes)
 
     def encoded(self, formats: dict[str, Format]) -> Iterator[tuple[str, Tensor]]:
@@ -113,8 +117,8 @@ class Checkpoint:
         if disk_mem is not None and total > disk_mem:
             raise UserError(f"the quantised weights take {gib(total)} more on disk, and `disk_mem` is {gib(disk_mem)}")
         tensors = lambda: encoded(method, matrices)
-        kind = f"quantised weights {method.config.data} {shapes}"
-        self._take(made_once(self.files, kind, tensors, len(shapes), total, progress), formats, shapes)
+        self._origin = f"quantised weights {method.config.data} {shapes}"
+        self._take(made_once(self.files, self._origin, tensors, len(shapes), total, progress), formats, shapes)
         floats = [self.format(name) for name in formats if self.format(name).is_dense]
         if floats:
             log.warning(
@@ -147,10 +151,16 @@ class Checkpoint:
             self.tensors[name] = stored
 
     def add_file(self, path: Path) -> None:
-        self.tensors |= tensors_of(path)
+        self.tensors |= {name.replace(TEXT_MODEL, ""): stored for name, stored in tensors_of(path).items()}
 
-    def find(self, name: str) -> Stored | None:
-        """The tensor of a full name. A checkpoint saved from an inner module lacks up to two of its leading parts."""
+    def find(self, name: str) -> Stored | Stack | None:
+        """The tensor of a full name; experts may be apart in the files."""
+        whole = self._find(name)
+        parts = [self._find(each) for each in names_of(name)]
+        return whole if whole or not parts or None in parts else Stack(tuple(parts))
+
+    def _find(self, name: str) -> Stored | None:
+        """A checkpoint saved from an inner module lacks up to two leading parts of its names."""
         modules = name.split(".")
         for missing in range(min(3, len(modules) - 1)):  # a module and its parameter remain
             if stored := self.tensors.get(".".join(modules[missing:])):
@@ -160,15 +170,20 @@ class Checkpoint:
     def check(self, needed: dict[str, tuple[int, ...]]) -> None:
         """Raises UserError unless the checkpoint has every tensor in its shape."""
         for name, shape in needed.items():
-            stored = self.find(name)
-            if stored is None:
-                problem = f"no tensor {name!r}"
-            elif isinstance(stored.format, str):
-                problem = f"{name!r} in {stored.format}: only float weights can be used"
-            elif stored.shape != shape:
-                problem = f"{name!r} in shape {list(stored.shape)}, the config asks for {list(shape)}"
-            else:
-                continue
+            names = [name] if self._find(name) else names_of(name) or [name]
+            for each in names:
+                self._check(each, (shape[0] // len(names), *shape[1:]))
+
+    def _check(self, name: str, shape: tuple[int, ...]) -> None:
+        stored = self._find(name)
+        problem = None
+        if stored is None:
+            problem = f"no tensor {name!r}"
+        elif isinstance(stored.format, str):
+            problem = f"{name!r} in {stored.format}: only float weights can be used"
+        elif stored.shape != shape:
+            problem = f"{name!r} in shape {list(stored.shape)}, the config asks for {list(shape)}"
+        if problem is not None:
             raise UserError(f"the checkpoint {self.path} has {problem}")
 
     def check_tied(self, embedding: str, head: str) -> None:
@@ -194,10 +209,18 @@ class Checkpoint:
         stored = self.find(name)
         flat = out.raw if isinstance(out, Quantised) else out.view(-1)
         if flat.dtype == stored.dtype and flat.device.type == "cpu":
-            wait(io.read(stored.file, as_numpy(flat), stored.offset))
+            size = len(flat) // len(stored.parts)
+            parts = zip(stored.parts, flat.split(size))
+            wait([request for part, out in parts for request in io.read(part.file, as_numpy(out), part.offset)])
             return
         for at, part in parts_of(stored, io):
             convert(flat[at : at + len(part)], part)
+
+
+def names_of(name: str) -> list[str]:
+    """The names of the same matrix of each expert in a range."""
+    template, experts = experts_of(name)
+    return [template.format(n) for n in experts]
 
 
 def tensors_of(path: Path) -> dict[str, Stored]:

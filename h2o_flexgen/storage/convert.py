@@ -81,11 +81,16 @@ def write_tensors(
 ) -> None:
     """Write about `count` tensors in `needed` bytes into files in a folder. Raises UserError for lack of space, with
     `advice`; OSError or SafetensorError if that turns out later."""
+    check_room(folder, what, needed, advice)
+    with bar(desc=f"converting {what}", total=count, unit="tensors", show=progress) as shown:
+        _save(tensors, folder, shown)
+
+
+def check_room(folder: Path, what: str, needed: int, advice: str) -> None:
+    """Raises UserError, with `advice`, if a folder lacks space for so many bytes."""
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise UserError(f"converting {what} takes {gib(needed)} in {folder}, where {gib(free)} is free: {advice}")
-    with bar(desc=f"converting {what}", total=count, unit="tensors", show=progress) as shown:
-        _save(tensors, folder, shown)
 
 
 def _save(tensors: Iterator[tuple[str, Tensor]], folder: Path, shown) -> None:

@@ -29,19 +29,31 @@ class Matrix(NamedTuple):
 def find_matrices(checkpoint: Checkpoint, method: Method, shapes: dict[str, tuple[int, ...]]) -> dict[str, Matrix]:
     """The matrices that a method quantised, by name; those that the checkpoint has in floats are left out. Raises
     UserError if there are none, or tensors are missing or have other shapes than the config asks for."""
-    config = f"its quantization_config says {method.name}"
     found = {}
-    for name, shape in shapes.items():
+    has_codes = False  # of another method
+    for name in (name for name, shape in shapes.items() if len(shape) == 2):
         key = module_of(name) + method.key
         codes = checkpoint.find(key)
-        is_quantised = codes is not None and isinstance(codes.format, str)
-        if len(shape) == 2 and is_quantised:
-            found[name] = Matrix(shape, _parts(checkpoint, method, name, shape))
-        elif len(shape) == 2 and checkpoint.find(name) is None:
-            raise UserError(f"the checkpoint {checkpoint.path} has no tensor {key!r}, though {config}")
+        stored = checkpoint.find(name)
+        if codes is not None and isinstance(codes.format, str):
+            found[name] = Matrix(shapes[name], _parts(checkpoint, method, name, shapes[name]))
+        elif stored is not None:
+            has_codes |= isinstance(stored.format, str)
+        elif codes is not None:
+            what = f"{key!r} in {codes.format.name} instead of codes"
+            raise _contradiction(checkpoint, method, what, "take the files as they were published")
+        else:
+            raise _contradiction(checkpoint, method, f"no tensor {key!r}")
+    if not found and not has_codes:
+        raise _contradiction(checkpoint, method, "only floats", "delete quantization_config from its config.json")
     if not found:
-        raise UserError(f"the checkpoint {checkpoint.path} has no matrix with {method.key!r}, though {config}")
+        raise _contradiction(checkpoint, method, f"no matrix with {method.key!r}")
     return found
+
+
+def _contradiction(checkpoint: Checkpoint, method: Method, what: str, advice: str = "") -> UserError:
+    config = f"though its quantization_config says {method.name}"
+    return UserError(f"the checkpoint {checkpoint.path} has {what}, {config}{advice and ': '}{advice}")
 
 
 def _parts(checkpoint: Checkpoint, method: Method, name: str, shape: tuple[int, ...]) -> dict[str, Stored]:
@@ -52,8 +64,8 @@ def _parts(checkpoint: Checkpoint, method: Method, name: str, shape: tuple[int, 
     for suffix, size in expected.items():
         part = checkpoint.find(module + suffix)
         if part is None:
-            problem = f"no tensor {module + suffix!r}, though its quantization_config says {method.name}"
-        elif size is not None and part.shape != size:
+            raise _contradiction(checkpoint, method, f"no tensor {module + suffix!r}")
+        if size is not None and part.shape != size:
             problem = f"{module + suffix!r} in shape {list(part.shape)}, the config asks for {list(size)}"
         elif isinstance(part.format, str) and part.format not in CODES:
             problem = f"{module + suffix!r} in {part.format}, which is not supported"

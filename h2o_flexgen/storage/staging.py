@@ -1,7 +1,8 @@
 """Weights on their way to matmuls: from a tier into a staging buffer, from there as the operand that a matmul reads.
 
-A staging buffer has room for the largest layer. Smaller layers share one, as many in a row as fit: while a vocabulary
-head is computed in one buffer, the other takes the first few layers of the next token step.
+A staging buffer has room for the largest unit: a layer, a group of a layer's experts, or the head. Smaller ones share
+one, as many in a row as fit: while a vocabulary head is computed in one buffer, the other takes the first few layers of
+the next token step.
 
     buffer 0   | layer 1 | layer 2 | layer 3 |         | layers 7 to 9 ...
     buffer 1             | layer 4 | layer 5 | layer 6 |         | head ...
@@ -11,7 +12,7 @@ Where memory is short the head has no part in them: its matmul reads it from dis
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from operator import add, attrgetter
@@ -22,11 +23,11 @@ from torch import Tensor
 from h2o_flexgen.formats import Int8, Quantised, Shape, convert
 from h2o_flexgen.formats.forms import Form
 from h2o_flexgen.kernels.linear import slice_rows
-from h2o_flexgen.kernels.operands import Int8Weight, SlicedWeight
+from h2o_flexgen.kernels.operands import Int8Weight, SlicedWeight, split_rows
 from h2o_flexgen.machine.device import Device
 from h2o_flexgen.machine.pages import PAGE, aligned, staging_span
 from h2o_flexgen.storage.disk import DiskIO, wait
-from h2o_flexgen.storage.stored import HostCopy, PagedRead, Stored
+from h2o_flexgen.storage.stored import HostCopy, PagedRead, Stack, Stored
 from h2o_flexgen.utils import interrupts
 
 
@@ -40,16 +41,28 @@ class StagingBytes(NamedTuple):
     def __add__(self, other: StagingBytes) -> StagingBytes:
         return StagingBytes(*map(add, self, other))
 
+    def times(self, count: int) -> StagingBytes:
+        return StagingBytes(*(count * nbytes for nbytes in self))
+
 
 @lru_cache(maxsize=4096)  # layers are alike, and a search counts them for each KV budget and format
-def staging_bytes(tier: str, form: Form, shape: Shape, cuda: bool) -> StagingBytes:
-    """Of a tensor on a tier."""
+def staging_bytes(tier: str, form: Form, shape: Shape, cuda: bool, experts: int = 0) -> StagingBytes:
+    """Of a tensor on a tier; of `experts` experts below each other each can be staged by itself."""
+    if experts:
+        return expert_bytes(tier, form, (shape[0] // experts, shape[1]), cuda).times(experts)
     arriving = form.kept if cuda or tier != "disk" else form.stored
     converted = 0 if arriving == form.given else aligned(form.given.nbytes(shape))
     if tier == "gpu":
         return StagingBytes(converted=converted)
     host = staging_span(form.stored.nbytes(shape)) if cuda and tier == "disk" else 0
     return StagingBytes(staging_span(arriving.nbytes(shape)), host, converted)
+
+
+def expert_bytes(tier: str, form: Form, shape: Shape, cuda: bool) -> StagingBytes:
+    """Of a matrix of one of several experts."""
+    size = staging_bytes(tier, form, shape, cuda)
+    apart = PAGE * (tier == "disk" and len(form.stored.row_bytes(shape[1])) > 1)  # as for `slice_bytes`
+    return size + (StagingBytes(host=apart) if cuda else StagingBytes(device=apart))
 
 
 def slice_shape(form: Form, shape: Shape) -> Shape:
@@ -63,15 +76,15 @@ def slice_bytes(form: Form, shape: Shape) -> StagingBytes:
     return size + StagingBytes(device=PAGE)  # scales that are apart from the codes begin a page
 
 
-def largest_layer(layers: Iterable[list[StagingBytes]]) -> StagingBytes:
-    """The size of buffers that serve every layer."""
-    needed = (map(sum, zip(StagingBytes(), *tensors)) for tensors in layers)
+def largest_unit(units: Iterable[list[StagingBytes]]) -> StagingBytes:
+    """The size of buffers that serve every unit."""
+    needed = (map(sum, zip(StagingBytes(), *tensors)) for tensors in units)
     return StagingBytes(*map(max, zip(*needed)))
 
 
 @dataclass
 class StagedTensor:
-    """A weight of one layer, resident or streamed."""
+    """A weight of one unit, resident or streamed."""
 
     source: Tensor | Quantised | Int8Weight | Stored  # on the device, in RAM, or on disk
     shape: Shape
@@ -82,8 +95,12 @@ class StagedTensor:
     def __post_init__(self):
         self.tensor = self.source  # on the device; a streamed one is in the staging buffer from `stage` on
 
-    def stage(self, buffer: Tensor, host: Tensor) -> HostCopy | PagedRead:
-        """Take its part of a staging buffer; returns the transfer that fills it. On CUDA disk reads land in `host`."""
+    def stage(self, buffer: Tensor, host: Tensor, wanted: Collection[int] | None = None) -> list[HostCopy | PagedRead]:
+        """Take its part of a staging buffer; returns the transfers that fill it. On CUDA disk reads land in `host`.
+        `wanted`: as for `StagedExperts`."""
+        return [self._transfer(buffer, host)]
+
+    def _transfer(self, buffer: Tensor, host: Tensor) -> HostCopy | PagedRead:
         span = buffer[self.begin.device :][: self.size.device]
         is_on_disk = isinstance(self.source, Stored)
         if is_on_disk and not self.size.host:
@@ -109,6 +126,40 @@ class StagedTensor:
         if tensor.format == Int8():
             return Int8Weight(*tensor.format.parts(tensor.raw, self.shape))
         return replace(tensor, operand=self.form.operand)
+
+
+class StagedExperts(StagedTensor):
+    """The same matrix of several experts, below each other in `source`. They are staged together, or each by itself if
+    only some are wanted or they are apart in the files."""
+
+    def __init__(
+        self, source: Tensor | Quantised | Stored | Stack, shape: Shape, form: Form, each: StagingBytes, count: int
+    ):
+        super().__init__(source, shape, form, each.times(count))
+        self.each = each
+        self.count = count
+        self._staged: list[StagedTensor | None] | None = None  # by expert; None: all are together
+
+    def stage(self, buffer: Tensor, host: Tensor, wanted: Collection[int] | None = None) -> list[HostCopy | PagedRead]:
+        """`wanted`: the experts, counted from the first one here; None: all."""
+        is_stack = isinstance(self.source, Stack)
+        self._staged = None
+        if not is_stack and (wanted is None or not isinstance(self.source, Stored)):
+            return super().stage(buffer, host)
+        wanted = range(self.count) if wanted is None else wanted
+        self._staged = [self._expert(n) if n in wanted else None for n in range(self.count)]
+        return [transfer for each in self._staged if each for transfer in each.stage(buffer, host)]
+
+    def _expert(self, n: int) -> StagedTensor:
+        height = self.shape[0] // self.count
+        stored = self.source.rows(n * height, height)
+        return StagedTensor(stored, stored.shape, self.form, self.each, self.begin + self.each.times(n))
+
+    def operand(self, buffer: Tensor) -> list[Tensor | Quantised | Int8Weight | None]:
+        """What the matmuls of each expert are given; None for those that are not wanted."""
+        if self._staged is None:
+            return split_rows(super().operand(buffer), self.count)
+        return [each and each.operand(buffer) for each in self._staged]
 
 
 class SlicedTensor(SlicedWeight):
@@ -150,7 +201,7 @@ class SlicedTensor(SlicedWeight):
                 buffer = self.buffers[number % len(self.buffers)]
                 size = self.size._replace(device=len(buffer))
                 part = StagedTensor(stored, stored.shape, self.form, size, self.begin._replace(device=0))
-                read = part.stage(buffer, buffer)
+                (read,) = part.stage(buffer, buffer)
                 read.start(self.io, prefetch)
                 self._requested[number] = part, read
 
@@ -170,20 +221,20 @@ def _payload(tensor: Tensor | Quantised) -> Tensor:
     return tensor.raw if isinstance(tensor, Quantised) else tensor
 
 
-def share_buffers(layers: list[dict[str, StagedTensor | SlicedTensor]]) -> tuple[list[list[int]], StagingBytes]:
-    """Set where each tensor begins in the buffers. Returns the layers that share a staging buffer, in groups, and the
+def share_buffers(units: list[dict[str, StagedTensor | SlicedTensor]]) -> tuple[list[list[int]], StagingBytes]:
+    """Set where each tensor begins in the buffers. Returns the units that share a staging buffer, in groups, and the
     size of the buffers."""
-    sizes = [list(map(attrgetter("size"), tensors.values())) for tensors in layers]
-    room = largest_layer(sizes)
+    sizes = [list(map(attrgetter("size"), tensors.values())) for tensors in units]
+    room = largest_unit(sizes)
     groups = []
     used = room
-    for layer, tensors in enumerate(layers):
-        needed = sum(sizes[layer], StagingBytes())
+    for unit, tensors in enumerate(units):
+        needed = sum(sizes[unit], StagingBytes())
         if needed.device:
             if used.device + needed.device > room.device or used.host + needed.host > room.host:
                 groups.append([])
                 used = StagingBytes()
-            groups[-1].append(layer)
+            groups[-1].append(unit)
         begin = used._replace(converted=0)
         for tensor in tensors.values():
             tensor.begin = begin

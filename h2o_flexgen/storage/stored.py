@@ -43,6 +43,11 @@ class Stored:
     def nbytes(self) -> int:
         return self.format.nbytes(self.shape)
 
+    @property
+    def parts(self) -> tuple[Stored, ...]:
+        """As of a `Stack`: only itself."""
+        return (self,)
+
     def rows(self, begin: int, count: int) -> Stored:
         """Some rows of a matrix without heads."""
         arrays = self.format.arrays(self.shape)
@@ -57,6 +62,34 @@ class Stored:
 
     def _part(self, at: int) -> bytes:
         return os.pread(self.file.fd, min(PART, self.nbytes - at), self.offset + at)
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Matrices of one shape and format, in different places of files, as one matrix with all their rows."""
+
+    parts: tuple[Stored, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        height, width = self.parts[0].shape
+        return (len(self.parts) * height, width)
+
+    @property
+    def format(self) -> Format | str:
+        return self.parts[0].format
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.parts[0].dtype
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+    def rows(self, begin: int, count: int) -> Stored:
+        """The rows of one of the matrices."""
+        return self.parts[begin // count]
 
 
 @dataclass
@@ -136,15 +169,16 @@ class PagedRead:
         return target.nbytes
 
 
-def parts_of(stored: Stored, io: DiskIO) -> Iterator[tuple[int, Tensor]]:
+def parts_of(stored: Stored | Stack, io: DiskIO) -> Iterator[tuple[int, Tensor]]:
     """A tensor's elements, or a quantised one's bytes, part by part through one buffer: (index of the first, part)."""
-    count = stored.nbytes // stored.dtype.itemsize
+    count = stored.parts[0].nbytes // stored.dtype.itemsize
     buffer = torch.empty(min(PART, count), dtype=stored.dtype)
-    for at in range(0, count, PART):
-        interrupts.check()
-        part = buffer[: count - at]
-        wait(io.read(stored.file, as_numpy(part), stored.offset + at * stored.dtype.itemsize))
-        yield at, part
+    for n, piece in enumerate(stored.parts):
+        for at in range(0, count, PART):
+            interrupts.check()
+            part = buffer[: count - at]
+            wait(io.read(piece.file, as_numpy(part), piece.offset + at * stored.dtype.itemsize))
+            yield n * count + at, part
 
 
 def whole(stored: Stored, io: DiskIO) -> Tensor:
@@ -156,15 +190,16 @@ def whole(stored: Stored, io: DiskIO) -> Tensor:
     return tensor
 
 
-def rows_of(stored: Stored, io: DiskIO) -> Iterator[tuple[int, Tensor | Quantised]]:
+def rows_of(stored: Stored | Stack, io: DiskIO) -> Iterator[tuple[int, Tensor | Quantised]]:
     """A matrix part by part: (first row, rows). A matrix with heads is one part, since its rows are reordered."""
-    (rows, width) = stored.shape
+    (rows, width) = stored.parts[0].shape
     form = stored.format
     step = rows if form.heads else max(1, PART // width)
-    for begin in range(0, rows, step):
-        interrupts.check()
-        ids = range(begin, min(begin + step, rows))
-        yield begin, form.view(read_rows(stored, [ids], io), (len(ids), width))
+    for n, piece in enumerate(stored.parts):
+        for begin in range(0, rows, step):
+            interrupts.check()
+            ids = range(begin, min(begin + step, rows))
+            yield n * rows + begin, form.view(read_rows(piece, [ids], io), (len(ids), width))
 
 
 def read_rows(stored: Stored, runs: Seq[range], io: DiskIO) -> Tensor:

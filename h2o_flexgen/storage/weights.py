@@ -1,5 +1,5 @@
 """The weights of a model: each tensor is resident on one tier, and those that are not on the device are streamed to it
-layer by layer, through one of two staging buffers:
+unit by unit (a layer, or a group of its experts), through one of two staging buffers:
 
     gpu   on the device: used in place
     cpu   in RAM: copied into the staging buffer, from pinned memory on CUDA
@@ -14,6 +14,7 @@ as large as many layers, is decoded by its matmul, a slice at a time, and where 
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from concurrent.futures import Future
 
 import torch
@@ -28,12 +29,20 @@ from h2o_flexgen.kernels.exact import pack
 from h2o_flexgen.kernels.int8 import Int8Weight
 from h2o_flexgen.kernels.linear import packs, packs_int8
 from h2o_flexgen.machine.device import finish
-from h2o_flexgen.models.spec import Layer, shapes_of
+from h2o_flexgen.models.spec import Unit, shapes_of
 from h2o_flexgen.storage.checkpoint import Checkpoint
 from h2o_flexgen.storage.disk import wait
 from h2o_flexgen.storage.dummy import DummyCheckpoint
 from h2o_flexgen.storage.queues import double_buffers
-from h2o_flexgen.storage.staging import SlicedTensor, StagedTensor, share_buffers, slice_bytes, staging_bytes
+from h2o_flexgen.storage.staging import (
+    SlicedTensor,
+    StagedExperts,
+    StagedTensor,
+    expert_bytes,
+    share_buffers,
+    slice_bytes,
+    staging_bytes,
+)
 from h2o_flexgen.storage.stored import HostCopy, PagedRead, parts_of, read_rows, rows_of
 from h2o_flexgen.storage.transport import Transport
 from h2o_flexgen.utils import interrupts
@@ -41,16 +50,16 @@ from h2o_flexgen.utils.progress import bar
 
 
 class WeightStore:
-    """The weights of one model, placed.
+    """The weights of one model, placed. Units are numbered in the order in which a pass needs them.
 
     Attributes:
-        groups: the layers that stream, in order; those of a group share a staging buffer.
+        groups: the units that stream, in order; those of a group share a staging buffer.
         resident: tensors on the gpu and cpu tiers, by name.
         stored: tensors on disk, by name.
 
     Args:
         dtype: of the computation.
-        layers: the tensors of each layer.
+        units: the tensors of each unit.
         forms: of every tensor, by its name in the checkpoint.
         tiers: of every tensor.
         source: the checkpoint, or random weights.
@@ -65,7 +74,7 @@ class WeightStore:
         self,
         transport: Transport,
         dtype: torch.dtype,
-        layers: list[Layer],
+        units: list[Unit],
         forms: dict[str, Form],
         tiers: dict[str, str],
         source: Checkpoint | DummyCheckpoint,
@@ -79,49 +88,55 @@ class WeightStore:
         self.forms = forms
         self.tiers = tiers
         self._source = source
-        self._gathered = {short: tensor for layer in layers for short, tensor in layer.gathered.items()}
-        shapes = shapes_of(layers)
+        self._gathered = {short: tensor for unit in units for short, tensor in unit.gathered.items()}
+        shapes = shapes_of(units)
         on_disk = [name for name in shapes if tiers[name] == "disk"]
         self.stored = source.on_disk(on_disk, transport.file, transport.io, progress)
         self.resident: dict[str, Tensor | Quantised | Int8Weight] = {}
         loaded = {name: shape for name, shape in shapes.items() if tiers[name] != "disk"}
-        self._load(loaded, self._packed(layers), progress)
+        self._load(loaded, self._packed(units), progress)
 
         count = double_buffers(transport.overlap)
         slice_size = slice_bytes(forms[sliced], shapes[sliced]).device if sliced else 0
         self._slices = [self.device.buffer(slice_size) for _ in range(count)]
-        self._layers = [self._tensors_of(layer, sliced) for layer in layers]
-        self.groups, sizes = share_buffers(self._layers)
-        self._first = {layer: group[0] for group in self.groups for layer in group}
+        self._units = [self._tensors_of(unit, sliced) for unit in units]
+        self.groups, sizes = share_buffers(self._units)
+        self._first = {number: group[0] for group in self.groups for number in group}
         self._converted = self.device.buffer(sizes.converted)
         self._buffers = [self.device.buffer(sizes.device) for _ in range(count)]
         self._hosts = [self.device.host_buffer(sizes.host) for _ in range(count)]
         self._buffer_free = [None] * count  # events
         self._host_free = [None] * count  # events
-        self._buffer = 0  # of the group whose layers are staged next
-        self._staged_in: dict[int, int] = {}  # by layer, the index of its buffer
-        self._jobs: dict[int, Future] = {}  # by layer, what fills its buffer
+        self._buffer = 0  # of the group whose units are staged next
+        self._staged_in: dict[int, int] = {}  # by unit, the index of its buffer
+        self._jobs: dict[int, Future] = {}  # by unit, what fills its buffer
 
-    def _tensors_of(self, layer: Layer, sliced: str | None) -> dict[str, StagedTensor | SlicedTensor]:
-        """The tensors that a layer needs whole, by short name."""
+    def _tensors_of(self, unit: Unit, sliced: str | None) -> dict[str, StagedTensor | SlicedTensor]:
+        """The tensors that a unit needs whole, by short name."""
         found = {}
         # those in RAM first, since their copies wait for no disk
-        for short, (name, shape) in sorted(layer.streamed.items(), key=lambda item: item[1][0] in self.stored):
+        for short, (name, shape) in sorted(unit.streamed.items(), key=lambda item: item[1][0] in self.stored):
             source = self.stored[name] if name in self.stored else self.resident[name]
             if name == sliced:
                 found[short] = SlicedTensor(source, self.forms[name], self._slices, self.device, self.transport.io)
                 continue
-            size = staging_bytes(self.tiers[name], self.forms[name], shape, self.device.is_cuda)
-            found[short] = StagedTensor(source, shape, self.forms[name], size)
+            where = (self.tiers[name], self.forms[name])
+            if count := len(unit.experts):
+                each = expert_bytes(*where, (shape[0] // count, shape[1]), self.device.is_cuda)
+                found[short] = StagedExperts(source, shape, self.forms[name], each, count)
+            else:
+                size = staging_bytes(*where, shape, self.device.is_cuda)
+                found[short] = StagedTensor(source, shape, self.forms[name], size)
         return found
 
-    def _packed(self, layers: list[Layer]) -> set[str]:
+    def _packed(self, units: list[Unit]) -> set[str]:
         """Names of matrices that are kept as the CPU multiplies with them fastest, and are used for nothing else."""
         if self.device.is_cuda:
             return set()
         formats = [Dense(self.dtype)] if packs(self.dtype) else []
         formats += [Int8()] if any(form.in_int8 for form in self.forms.values()) and packs_int8() else []
-        matrices = {name for layer in layers for name, shape in layer.streamed.values() if len(shape) == 2}
+        whole = [unit for unit in units if not unit.experts]
+        matrices = {name for unit in whole for name, shape in unit.streamed.values() if len(shape) == 2}
         matrices -= {name for name, _ in self._gathered.values()}
         fit = {name for name, form in self.forms.items() if form.is_direct and form.kept in formats}
         return {name for name in matrices & fit if self.tiers[name] == "gpu"}
@@ -164,37 +179,38 @@ class WeightStore:
         held = (*self.resident.values(), *self._buffers, *self._hosts, *self._slices, self._converted)
         return sum(t.nbytes for t in held if t.is_cuda == cuda)
 
-    def prefetch(self, layer: int) -> None:
-        """Start to stage a layer, if there is overlap and it is not staged yet, or to read its first slices. What is
-        prefetched stays for the next block, or the next job."""
+    def prefetch(self, number: int, wanted: Collection[int] | None = None) -> None:
+        """Start to stage a unit, if there is overlap and it is not staged yet, or to read its first slices. What is
+        prefetched stays for the next block, or the next job. `wanted`: as for `StagedExperts`."""
         if self.transport.overlap:
-            self._start(layer)
-            for tensor in self._layers[layer].values():
+            self._start(number, wanted)
+            for tensor in self._units[number].values():
                 if isinstance(tensor, SlicedTensor):
                     tensor.prefetch()
 
-    def _start(self, layer: int) -> None:
-        if layer in self._jobs or layer not in self._first:
+    def _start(self, number: int, wanted: Collection[int] | None = None) -> None:
+        if number in self._jobs or number not in self._first:
             return
-        is_first = self._first[layer] == layer
+        is_first = self._first[number] == number
         if is_first:
             self._buffer = (self._buffer + 1) % len(self._buffers)
         index = self._buffer
-        streamed = [tensor for tensor in self._layers[layer].values() if tensor.size.device]
-        transfers = [tensor.stage(self._buffers[index], self._hosts[index]) for tensor in streamed]
-        if not self.device.is_cuda:  # the buffer is free now: queue its reads behind those of the layer before
+        buffers = (self._buffers[index], self._hosts[index])
+        streamed = [tensor for tensor in self._units[number].values() if tensor.size.device]
+        transfers = [transfer for tensor in streamed for transfer in tensor.stage(*buffers, wanted)]
+        if not self.device.is_cuda:  # the buffer is free now: queue its reads behind those of the unit before
             self._request(transfers)
         elif is_first:
             self._queue.submit(lambda: finish(self._host_free[index]))
-        self._staged_in[layer] = index
-        self._jobs[layer] = self._queue.submit(lambda: self.fill(transfers, index), after=self._buffer_free[index])
+        self._staged_in[number] = index
+        self._jobs[number] = self._queue.submit(lambda: self.fill(transfers, index), after=self._buffer_free[index])
 
     def _request(self, transfers: list[HostCopy | PagedRead]) -> None:
         for transfer in transfers:
             transfer.start(self.transport.io)
 
     def fill(self, transfers: list[HostCopy | PagedRead], index: int) -> None:
-        """Fill a layer's part of the staging buffer of this index; without CUDA its reads have been requested."""
+        """Fill a unit's part of the staging buffer of this index; without CUDA its reads have been requested."""
         if self.device.is_cuda:
             self._request(transfers)
         try:
@@ -204,16 +220,19 @@ class WeightStore:
             wait([request for transfer in transfers for request in transfer.requests])
         self._host_free[index] = self.device.record()
 
-    def get(self, layer: int) -> dict[str, Tensor | Quantised | Int8Weight | SlicedTensor]:
-        """The weights of a layer on the device by short name, until `release`; compute waits until they are loaded."""
-        self._start(layer)
-        self.device.stall_on(self._jobs.get(layer), "weights")
-        return {short: tensor.operand(self._converted) for short, tensor in self._layers[layer].items()}
+    def get(
+        self, number: int, wanted: Collection[int] | None = None
+    ) -> dict[str, Tensor | Quantised | Int8Weight | SlicedTensor | list]:
+        """The weights of a unit on the device by short name, until `release`: of experts a list each. Compute waits
+        until they are loaded. `wanted`: as for `StagedExperts`."""
+        self._start(number, wanted)
+        self.device.stall_on(self._jobs.get(number), "weights")
+        return {short: tensor.operand(self._converted) for short, tensor in self._units[number].items()}
 
-    def release(self, layer: int) -> None:
-        """The layer's last computation is queued: its staging buffer may be filled again after it."""
-        if self._jobs.pop(layer, None) is not None:
-            self._buffer_free[self._staged_in[layer]] = self.device.record()
+    def release(self, number: int) -> None:
+        """The unit's last computation is queued: its staging buffer may be filled again after it."""
+        if self._jobs.pop(number, None) is not None:
+            self._buffer_free[self._staged_in[number]] = self.device.record()
 
     def rows(self, short: str, ids: Tensor) -> Tensor:
         """Rows `ids` (any shape, int64, on the CPU) of a gathered tensor: ids.shape + (width,), on the device."""

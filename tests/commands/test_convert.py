@@ -117,6 +117,36 @@ def test_only_one_process_writes_a_folder(llama, tmp_path, capsys):
     os.close(fd)
 
 
+@pytest.mark.parametrize(
+    "name, cause",
+    [
+        ("file", "file exists: name a new folder"),
+        ("model", "model exists: name a new folder"),
+        ("file/out", "Not a directory"),
+        ("new/" + "x" * 250, "File name too long"),
+        ("/proc/out", "cannot write /proc/out"),
+        ("small/out", "is free: name a folder on another disk"),
+    ],
+)
+def test_an_output_that_cannot_be_written_is_refused_before_the_work(llama, tmp_path, capsys, monkeypatch, name, cause):
+    (tmp_path / "file").write_text("mine")
+    shutil.copytree(llama.folder, tmp_path / "model")
+    before = sorted(tmp_path.iterdir())
+    if "small" in name:
+        usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+        monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
+    monkeypatch.setattr("h2o_flexgen.engine.model.open_source", lambda *a: pytest.fail("opened the weights"))
+    assert convert(tmp_path / "model", tmp_path / name) == 2
+    says = capsys.readouterr().err
+    assert cause in says and "H2O_FLEXGEN_HOME" not in says
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_model_that_is_not_there_leaves_no_folders(tmp_path):
+    assert convert(tmp_path / "nowhere", tmp_path / "new" / "folder" / "out") == 2
+    assert not [*tmp_path.glob("new*")]
+
+
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), SafetensorError("No space left on device")])
 def test_a_full_disk_leaves_nothing(llama, tmp_path, capsys, monkeypatch, error):
     def fail(*args, **kwargs):
@@ -126,14 +156,6 @@ def test_a_full_disk_leaves_nothing(llama, tmp_path, capsys, monkeypatch, error)
     assert convert(llama.folder, tmp_path / "out") == 2
     assert f"cannot write {tmp_path}/out: No space left on device" in capsys.readouterr().err
     assert not [*tmp_path.glob("*out*"), *tmp_path.glob(".out*")]
-
-
-def test_too_little_space_is_told_without_the_cache_folder(llama, tmp_path, capsys, monkeypatch):
-    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
-    monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
-    assert convert(llama.folder, tmp_path / "out") == 2
-    says = capsys.readouterr().err
-    assert "is free: name a folder on another disk" in says and "H2O_FLEXGEN_HOME" not in says
 
 
 def test_a_checkpoint_that_contradicts_its_config(llama, tmp_path, capsys):

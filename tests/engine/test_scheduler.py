@@ -9,20 +9,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from h2o_flexgen.engine import batch, prefixes
-from h2o_flexgen.engine.batch import Piece, PromptPiece, Sequence, cut
+from h2o_flexgen.engine import prefixes
+from h2o_flexgen.engine.batch import ChunkLimits, Piece, PromptPiece, Sequence, cut
 from h2o_flexgen.engine.params import SamplingParams
 from h2o_flexgen.engine.prefixes import Node
 from h2o_flexgen.engine.scheduler import BatchPass, Pass, Scheduler, micro_batch
 
+#: so that few rows fill a matmul
+GROUP_ROWS = 6
+
 
 @pytest.fixture(autouse=True, scope="module")
 def small_numbers():
-    """Makes nodes pay from two tokens on, and few rows fill a matmul."""
+    """Makes nodes pay from two tokens on."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prefixes, "LEAST_SAVED", 2)
         patch.setattr(prefixes, "LEAST_TOKENS", 1)
-        patch.setattr(batch, "GROUP_ROWS", 6)
         yield
 
 
@@ -60,7 +62,9 @@ class Job:
     def scheduler(self, rows: list[Sequence]) -> Scheduler:
         shareable = (lambda s: len(s.prompt) - 1) if self.shares else None
         how = dict(window=self.window, least=self.least)
-        return Scheduler(rows, self.sizes, self.prefill_tokens, SLOTS[self.slots], shareable, **how)
+        return Scheduler(
+            rows, self.sizes, ChunkLimits(self.prefill_tokens, GROUP_ROWS), SLOTS[self.slots], shareable, **how
+        )
 
     @property
     def largest(self) -> tuple[int, ...]:
@@ -278,7 +282,7 @@ def test_rows_are_read_as_they_are_needed():
             read.append(n)
             yield row(n, [1, 2], 2)
 
-    scheduler = Scheduler(rows(), [2], 100, SLOTS["full"], window=8)
+    scheduler = Scheduler(rows(), [2], ChunkLimits(100, GROUP_ROWS), SLOTS["full"], window=8)
     while (pass_ := scheduler.next()) is not None:
         assert len(scheduler.waiting) <= 8
         assert len(read) - len(scheduler.waiting) <= 1 + 1 + max(s.index for s in pass_.rows)
@@ -334,7 +338,7 @@ def test_micro_batches_and_chunks_stay_within_their_tokens(job):
         for chunk in pass_.chunks:
             prompts = [piece for piece in chunk.pieces if piece.is_prompt]
             if len(chunk.pieces) > 1:
-                assert chunk.size <= (job.prefill_tokens if len(prompts) == len(chunk.pieces) else batch.GROUP_ROWS)
+                assert chunk.size <= (job.prefill_tokens if len(prompts) == len(chunk.pieces) else GROUP_ROWS)
             for piece in prompts:
                 assert all(s.path is piece.path for s in piece.rows if isinstance(s, Sequence))
                 padded = len(piece.rows) * max(len(s.prompt) for s in piece.rows)
@@ -373,7 +377,7 @@ def pieces(draw) -> list[Piece]:
 def test_chunks_are_the_pieces_in_their_order(pieces, prefill_tokens):
     """Only chunks of prompts of one batch go to the tier of its hidden states between layers, in order; those with
     decode steps stay."""
-    chunks = cut(pieces, prefill_tokens)
+    chunks = cut(pieces, ChunkLimits(prefill_tokens, GROUP_ROWS))
     assert [piece for chunk in chunks for piece in chunk.pieces] == pieces
     ends: dict[int, list[int]] = {}
     for chunk in chunks:
@@ -381,7 +385,7 @@ def test_chunks_are_the_pieces_in_their_order(pieces, prefill_tokens):
         assert len(chunk.positions.at) == chunk.size
         batches = {piece.batch for piece in chunk.pieces}
         if any(not piece.is_prompt for piece in chunk.pieces):
-            assert chunk.home is None and (chunk.size <= batch.GROUP_ROWS or len(chunk.pieces) == 1)
+            assert chunk.home is None and (chunk.size <= GROUP_ROWS or len(chunk.pieces) == 1)
             continue
         assert len(batches) == 1 and (chunk.size <= prefill_tokens or len(chunk.pieces) == 1)
         k, number, before = chunk.home
@@ -391,11 +395,11 @@ def test_chunks_are_the_pieces_in_their_order(pieces, prefill_tokens):
 
 @given(pieces=pieces(), prefill_tokens=st.integers(1, 40))
 def test_no_two_consecutive_chunks_could_be_joined(pieces, prefill_tokens):
-    chunks = cut(pieces, prefill_tokens)
+    chunks = cut(pieces, ChunkLimits(prefill_tokens, GROUP_ROWS))
     for one, other in zip(chunks, chunks[1:]):
         first = other.pieces[0]
         size = one.size + first.size
         if one.is_prompts and first.is_prompt and first.batch == one.pieces[0].batch:
             assert size > prefill_tokens
         elif not (one.is_prompts and first.is_prompt):
-            assert size > batch.GROUP_ROWS
+            assert size > GROUP_ROWS

@@ -31,6 +31,7 @@ from h2o_flexgen.models.rope import TYPES, Positions, rotation
 from h2o_flexgen.models.spec import ModelSpec
 
 LLAMA = dict(vocab_size=50, hidden_size=512, num_hidden_layers=2, intermediate_size=40, num_attention_heads=32)
+GEMMAS = ("gemma2", "gemma3_text")
 #: the keys that a family needs
 GOOD = dict.fromkeys(zoo.VARIANTS, LLAMA) | {
     "opt": dict(
@@ -41,6 +42,7 @@ GOOD = dict.fromkeys(zoo.VARIANTS, LLAMA) | {
         num_attention_heads=4,
         max_position_embeddings=64,
     ),
+    **dict.fromkeys(GEMMAS, dict(hidden_size=512, num_hidden_layers=6, intermediate_size=40)),
 }
 WITH_ROPE = [model_type for model_type in GOOD if model_type != "opt"]
 #: a tied variant of each family
@@ -73,6 +75,13 @@ PAIRS = {
 ROPE_PAIRS = {"inner": "intermediate_size", "activation": "hidden_act"}
 LLAMA_PAIRS = {"eps": "rms_norm_eps"}
 BIASES = {"qkv_bias": "attention_bias", "out_bias": "attention_bias", "mlp_bias": "mlp_bias"}
+GEMMA_PAIRS = {
+    "eps": "rms_norm_eps",
+    "activation": "hidden_activation",
+    "final_cap": "final_logit_softcapping",
+    "qkv_bias": "attention_bias",
+    "out_bias": "attention_bias",
+}
 OWN_PAIRS = {
     "opt": {
         "inner": "ffn_dim",
@@ -86,6 +95,9 @@ OWN_PAIRS = {
     "llama": LLAMA_PAIRS | BIASES,
     "mistral": {"eps": "rms_norm_eps", "window": "sliding_window"},
     "gpt_neox": {"eps": "layer_norm_eps", "bias": "attention_bias", "parallel": "use_parallel_residual"},
+    "gemma2": GEMMA_PAIRS | {"cap": "attn_logit_softcapping"},
+    "gemma3_text": GEMMA_PAIRS | {"positions": "max_position_embeddings"},
+    "phi3": {"eps": "rms_norm_eps", "window": "sliding_window"},
 }
 
 
@@ -103,7 +115,18 @@ def assert_means(spec, config):
     if model_type == "opt":
         assert spec.final_norm == (config.do_layer_norm_before and not config._remove_final_layer_norm)
         return
-    given = dict(config.rope_parameters)
+    types = getattr(config, "layer_types", None) or [None] * spec.layers
+    for layer, kind in enumerate(types):
+        assert_rotates(spec.at(layer), config, config.rope_parameters.get(kind, config.rope_parameters))
+        if kind is not None:
+            assert spec.at(layer).window == (config.sliding_window if kind == "sliding_attention" else None)
+    if model_type in GEMMAS:
+        assert spec.scale == config.query_pre_attn_scalar**-0.5 and spec.head_norms == (model_type == "gemma3_text")
+
+
+def assert_rotates(spec, config, given):
+    """The RoPE of a layer agrees with transformers' parameters `given`."""
+    given = dict(given)
     partial = given.pop("partial_rotary_factor", 1.0)
     assert spec.rope.type == given.pop("rope_type")
     assert spec.rope.theta == given.pop("rope_theta")
@@ -114,8 +137,6 @@ def assert_means(spec, config):
         given.setdefault("attention_factor", ours["attention_factor"])
     theirs = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items() if key != "type"}
     assert ours == theirs
-    for layer, kind in enumerate(getattr(config, "layer_types", None) or []):
-        assert spec.at(layer).window == (config.sliding_window if kind == "sliding_attention" else None)
 
 
 @pytest.mark.parametrize("name", zoo.CONFIGS)
@@ -132,7 +153,8 @@ def test_missing_keys_have_the_defaults_of_transformers(model_type):
 
 @pytest.mark.parametrize("model_type", WITH_ROPE)
 def test_null_is_the_default_size(model_type):
-    assert spec_of(config_of(model_type, num_key_value_heads=None)).kv_heads == 32
+    spec = spec_of(config_of(model_type, num_key_value_heads=None))
+    assert spec.kv_heads == spec.heads
     assert spec_of(config_of("opt", word_embed_proj_dim=None)).word_width == 16
 
 
@@ -172,6 +194,64 @@ def test_the_sliding_window_of_qwen(model_type, changes, window):
     assert_means(spec, transformers_config(config))
 
 
+# Gemma
+
+TEXT = dict(model_type="gemma3_text", hidden_size=512, num_hidden_layers=6, intermediate_size=40, sliding_window=9)
+
+
+@pytest.mark.parametrize(
+    "text", [TEXT, TEXT | dict(rope_scaling={"rope_type": "linear", "factor": 8.0}), TEXT | dict(vocab_size=99)]
+)
+def test_the_text_model_of_a_multimodal_gemma_3(text):
+    """Its config leaves out sizes that are transformers' defaults."""
+    config = {"model_type": "gemma3", "eos_token_id": [1, 106], "text_config": text, "vision_config": {}}
+    found = spec_of(config)
+    assert found == spec_of({**text, "eos_token_id": [1, 106]})
+    assert_means(replace(found, eos=frozenset({1})), transformers_config(config).text_config)
+    assert (found.heads, found.kv_heads, found.head_dim) == (8, 4, 256)
+
+
+def test_a_multimodal_gemma_3_from_a_folder(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "eos_token_id": 1, "text_config": TEXT}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 106]}))
+    assert read_spec(tmp_path).eos == {1, 106}
+    assert "text_config must be an object" in refusal({"model_type": "gemma3", "text_config": [TEXT]})
+    assert "hidden_size must be" in refusal({"model_type": "gemma3"})
+
+
+@pytest.mark.parametrize("model_type", GEMMAS)
+@pytest.mark.parametrize(
+    "changes, says",
+    [
+        (dict(use_bidirectional_attention=True), "attention to later tokens"),
+        (dict(layer_types=["full_attention"]), "layer_types must be a list of 6 times"),
+        (dict(layer_types=["chunked_attention"] * 6), "layer_types must be a list of 6 times"),
+        (dict(layer_types="full_attention"), "layer_types must be a list of 6 times"),
+        (dict(query_pre_attn_scalar=0), "query_pre_attn_scalar must be a positive number"),
+        (dict(final_logit_softcapping=-1.0), "final_logit_softcapping must be a positive number"),
+        (dict(sliding_window="wide"), "sliding_window must be a whole number"),
+        (dict(hidden_activation=3), "hidden_activation must be a text"),
+    ],
+)
+def test_what_gemma_cannot_have_is_refused(model_type, changes, says):
+    assert says in refusal(config_of(model_type, **changes))
+
+
+@pytest.mark.parametrize(
+    "changes, says",
+    [
+        (dict(rope_parameters={"rope_type": "default"}), "must be an object with full_attention and sliding_attention"),
+        (dict(rope_parameters=[1]), "must be an object with full_attention and sliding_attention"),
+        (dict(rope_parameters={"full_attention": 3}), "must hold objects"),
+        (dict(rope_scaling="linear"), "rope_scaling must hold objects"),
+        (dict(rope_local_base_freq=-1), "rope_local_base_freq must be a positive number"),
+        (dict(sliding_window_pattern=0), "sliding_window_pattern must be a whole number"),
+    ],
+)
+def test_what_gemma_3_cannot_have_is_refused(changes, says):
+    assert says in refusal(config_of("gemma3_text", **changes))
+
+
 # two spellings of RoPE
 
 SCALINGS = {
@@ -196,11 +276,13 @@ def scaling_of(rope_type: str, model_type: str, **changes) -> dict:
     return {key: value[:1] * pairs if isinstance(value, list) else value for key, value in scaling}
 
 
-@pytest.mark.parametrize("model_type", WITH_ROPE)
-@pytest.mark.parametrize("rope_type", TYPES)
+@pytest.mark.parametrize(
+    "model_type, rope_type",
+    [(m, t) for m in WITH_ROPE for t in TYPES if m != "phi3" or t in ("default", "longrope")],
+)
 def test_old_and_new_spelling_of_rope_are_one_spec(model_type, rope_type):
     neox = model_type == "gpt_neox"
-    theta, partial = ("rotary_emb_base", {"rotary_pct": 0.5}) if neox else ("rope_theta", {})
+    theta, partial = ("rotary_emb_base", {"rotary_pct": 0.5}) if neox else ("rope_theta", {"head_dim": 16})
     more = {"max_position_embeddings": 256}
     scaling = scaling_of(rope_type, model_type, **partial)
     old = [
@@ -209,12 +291,23 @@ def test_old_and_new_spelling_of_rope_are_one_spec(model_type, rope_type):
     ]
     new_partial = {"partial_rotary_factor": 0.5} if neox else {}
     parameters = {"rope_type": rope_type, "rope_theta": 5e5, **scaling, **new_partial}
-    new = config_of(model_type, rope_parameters=parameters, **more)
-    transformers = transformers_config(old[0])
+    new = config_of(model_type, rope_parameters=of_family(model_type, parameters), **more)
+    transformers = transformers_config(old[1])
     specs = [spec_of(config) for config in (*old, new, json.loads(transformers.to_json_string()))]
     assert all(spec == specs[0] for spec in specs)
     assert specs[0].rope.type == rope_type and specs[0].rope.theta == 5e5
     assert_means(specs[0], transformers)
+
+
+def of_family(model_type, parameters: dict) -> dict:
+    """`rope_parameters` as a family wants them."""
+    return {"full_attention": parameters} if model_type == "gemma3_text" else parameters
+
+
+@pytest.mark.parametrize("rope_type", [rope_type for rope_type in TYPES if rope_type not in ("default", "longrope")])
+def test_phi_3_has_no_other_rope(rope_type):
+    says = refusal(config_of("phi3", rope_scaling={"rope_type": rope_type, **scaling_of(rope_type, "llama")}))
+    assert f"no RoPE of the type {rope_type}" in says
 
 
 def test_longrope_in_the_spellings_of_phi_3():
@@ -310,6 +403,10 @@ COUNTS = {
     "Qwen/Qwen2.5-14B": 14770033664,
     "Qwen/Qwen2.5-32B": 32763876352,
     "Qwen/Qwen2.5-72B": 72706203648,
+    "mistralai/Mixtral-8x7B-v0.1": 46702792704,
+    "mistralai/Mixtral-8x7B-Instruct-v0.1": 46702792704,
+    "mistralai/Mixtral-8x22B-v0.1": 140630071296,
+    "Qwen/Qwen3-30B-A3B": 30532122624,
     "EleutherAI/pythia-70m": 70426624,
     "EleutherAI/pythia-160m": 162322944,
     "EleutherAI/pythia-410m": 405334016,
@@ -319,6 +416,17 @@ COUNTS = {
     "EleutherAI/pythia-6.9b": 6857302016,
     "EleutherAI/pythia-12b": 11846072320,
     "EleutherAI/gpt-neox-20b": 20554567680,
+    "google/gemma-2-2b": 2614341888,
+    "google/gemma-2-2b-it": 2614341888,
+    "google/gemma-2-9b": 9241705984,
+    "google/gemma-2-27b": 27227128320,
+    "google/gemma-3-270m": 268098176,
+    "google/gemma-3-1b-pt": 999885952,
+    "microsoft/Phi-3-mini-4k-instruct": 3821079552,
+    "microsoft/Phi-3-mini-128k-instruct": 3821079552,
+    "microsoft/Phi-3.5-mini-instruct": 3821079552,
+    "microsoft/phi-4": 14659507200,
+    "microsoft/Phi-4-mini-instruct": 3836021760,
 }
 
 
@@ -368,7 +476,7 @@ def refusal(config) -> str:
     return str(e.value)
 
 
-@pytest.mark.parametrize("model_type", ["mamba", "mixtral", "qwen2_moe", "qwen3_moe", "gpt2", None, 3, ["llama"], ""])
+@pytest.mark.parametrize("model_type", ["mamba", "dbrx", "deepseek_v3", "gpt2", None, 3, ["llama"], ""])
 def test_an_unknown_family_is_refused_with_a_list_of_the_known_ones(model_type):
     says = refusal({**config_of("llama"), "model_type": model_type})
     assert repr(model_type) in says
@@ -413,7 +521,9 @@ def test_heads_that_do_not_divide_the_hidden_size_are_refused(model_type):
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
 def test_an_unknown_rope_type_is_refused_with_a_list_of_the_known_ones(model_type, key):
     for rope_type in ("proportional", "mrope", "", "LINEAR"):
-        says = refusal(config_of(model_type, **{key: {"rope_type": rope_type, "factor": 2.0}}))
+        parameters = {"rope_type": rope_type, "factor": 2.0}
+        parameters = of_family(model_type, parameters) if key == "rope_parameters" else parameters
+        says = refusal(config_of(model_type, **{key: parameters}))
         assert repr(rope_type) in says and all(known in says for known in TYPES)
 
 
@@ -464,7 +574,9 @@ OTHER_KEYS = (
     "num_key_value_heads head_dim max_position_embeddings original_max_position_embeddings rope_theta rope_scaling "
     "rope_parameters rotary_pct rotary_emb_base rms_norm_eps layer_norm_eps attention_bias mlp_bias hidden_act "
     "eos_token_id tie_word_embeddings use_parallel_residual sliding_window use_sliding_window max_window_layers "
-    "layer_types word_embed_proj_dim do_layer_norm_before quantization_config"
+    "layer_types word_embed_proj_dim do_layer_norm_before quantization_config hidden_activation rope_local_base_freq "
+    "query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping sliding_window_pattern partial_rotary_factor "
+    "use_bidirectional_attention"
 ).split()
 
 

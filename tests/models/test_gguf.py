@@ -126,7 +126,7 @@ def test_rope_divisors_that_are_not_those_of_llama_3(tmp_path):
         ({"llama__context_length": 0}, "max_position_embeddings must be"),
         ({"llama__block_count": 1000000}, "has no tensor 'blk.999999.attn_norm.weight', though its block_count is"),
         ({"llama__feed_forward_length": [96] * 1000}, r"must be .*, not \[96, 96, 96, 96, 96, 96, ...\]"),
-        ({"llama__expert_count": 8}, "is a mixture of experts"),
+        ({"llama__expert_count": 8}, "no value for llama.expert_used_count"),
     ],
 )
 def test_invalid_metadata(tmp_path, tiny, metadata, message):
@@ -160,12 +160,12 @@ def test_bad_files(tmp_path, refused):
         with pytest.raises(UserError, match="not a whole GGUF file"):
             GGUFFile(path)
     assert "did you mean whole.gguf?" in refused("--model", tmp_path / "hole.gguf")
-    writer = gguf.GGUFWriter(tmp_path / "gemma.gguf", "gemma3")
+    writer = gguf.GGUFWriter(tmp_path / "mamba.gguf", "mamba")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    with pytest.raises(UserError, match="architecture 'gemma3'; known: llama, qwen2, qwen3"):
-        GGUFFile(tmp_path / "gemma.gguf")
+    with pytest.raises(UserError, match="architecture 'mamba'; known: llama, qwen2, qwen3"):
+        GGUFFile(tmp_path / "mamba.gguf")
 
 
 ON_DISK = {"percent": (0, 0, 0, 0, 0, 0)}

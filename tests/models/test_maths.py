@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import zoo
@@ -9,7 +11,6 @@ from oracle import fresh_rotary
 from safetensors.torch import load_file
 from transformers.activations import ACT2FN
 
-from h2o_flexgen.kernels.attention import Softmax, causal_attention
 from h2o_flexgen.models.parts import activation
 from h2o_flexgen.models.registry import family, read_spec
 from h2o_flexgen.models.rope import Positions, rotate_to
@@ -19,15 +20,16 @@ T = 21  # longer than the trained length with dynamic RoPE and LongRoPE
 POSITIONS = Positions(torch.arange(T).repeat(2), torch.full((2 * T,), T))
 
 
-def attend_as(spec):
-    """Causal attention of a layer over both texts, (2 * T, heads, D) each."""
-
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None) -> torch.Tensor:
-        softmax = Softmax(spec.scale, spec.cap, spec.window, sinks)
-        q, k, v = (x.unflatten(0, (2, T)).transpose(1, 2) for x in (q, k, v))
-        return causal_attention(q, k, v, softmax).transpose(1, 2).flatten(0, 1)
-
-    return attend
+def attend(spec, *qkv: torch.Tensor) -> torch.Tensor:
+    """Causal attention over both texts, (2 * T, heads, D) each, with the window, scale and soft cap of a layer."""
+    q, k, v = (x.unflatten(0, (2, T)).transpose(1, 2) for x in qkv)
+    k, v = (x.repeat_interleave(spec.groups, 1) for x in (k, v))
+    products = q @ k.transpose(2, 3) * (spec.scale or spec.head_dim**-0.5)
+    if spec.cap is not None:
+        products = spec.cap * torch.tanh(products / spec.cap)
+    age = torch.arange(T)[:, None] - torch.arange(T)
+    hidden = (age < 0) | (age >= (spec.window or T))
+    return (products.masked_fill(hidden, float("-inf")).softmax(-1) @ v).transpose(1, 2).flatten(0, 1)
 
 
 def layers_of(spec):
@@ -42,12 +44,31 @@ def layer_weights(state, layer):
     return {short: state[name] for short, (name, _) in {**layer.streamed, **layer.gathered}.items()}
 
 
+def through(spec, state, layer, hidden, positions, attend):
+    """The hidden states after a layer, whose experts all tokens go through one by one."""
+    maths = family(spec.model_type)
+    w = layer_weights(state, layer)
+    if not layer.experts:
+        return maths.block(spec, w, hidden, positions, attend)
+    hidden = maths.attention(spec, w, hidden, positions, attend)
+    x, routing = maths.route(spec, w, hidden)
+    total = torch.zeros_like(x)
+    for n in range(layer.experts):
+        each = {short: state[name.format(n)] for short, (name, _) in layer.expert.items()}
+        routing.add(n, x, total, partial(maths.expert, spec, each))
+    return hidden + total
+
+
+def names_of_experts(layer):
+    return {name.format(n): shape for n in range(layer.experts) for name, shape in layer.expert.values()}
+
+
 @pytest.mark.parametrize("name", zoo.CONFIGS)
 def test_layers_name_every_tensor_of_the_checkpoint_in_its_shape(tiny, name):
     model = tiny(name)
     found = {}
     for layer in layers_of(read_spec(model.folder)):
-        for tensor, shape in layer.shapes.items():
+        for tensor, shape in (layer.units[0].shapes | names_of_experts(layer)).items():
             assert found.setdefault(tensor, shape) == shape
     assert found == {tensor: tuple(t.shape) for tensor, t in checkpoint(model).items()}
 
@@ -66,13 +87,12 @@ def test_each_layer_is_that_of_transformers(tiny, name):
         expected = model.hf(ids, output_hidden_states=True)
         w = layer_weights(state, embed)
         hidden = maths.embed(spec, w, lambda short, rows: w[short][rows], ids.flatten(), POSITIONS)
-        all_states = (states.flatten(0, 1) for states in expected.hidden_states)
-        for n, (layer, wanted) in enumerate(zip(blocks, all_states)):
-            own = spec.at(n)
+        states = (states.flatten(0, 1) for states in expected.hidden_states)
+        for kind, layer, wanted in zip(map(spec.at, range(spec.layers)), blocks, states):
             # each layer by itself, so that errors do not add up
             torch.testing.assert_close(hidden, wanted, atol=1e-3, rtol=1e-3)
             hidden = wanted.clone()
-            after = maths.block(own, layer_weights(state, layer), hidden, POSITIONS, attend_as(own))
+            after = through(kind, state, layer, hidden, POSITIONS, partial(attend, kind))
             assert torch.equal(hidden, wanted), "the input must not change"
             hidden = after
         logits = maths.logits(spec, layer_weights(state, head), hidden.view(2, T, -1)[:, -1].contiguous())
@@ -80,24 +100,23 @@ def test_each_layer_is_that_of_transformers(tiny, name):
 
 
 @pytest.mark.parametrize(
-    "name", [name for name, kind in zoo.FAMILY.items() if kind != "opt" and name not in zoo.BY_LENGTH]
+    "name",
+    [name for name, kind in zoo.FAMILY.items() if kind != "opt" and name not in {*zoo.BY_LENGTH, *zoo.BY_LAYER}],
 )
 def test_without_positions_attention_gets_unrotated_queries_and_keys(tiny, name):
     """Where the cache holds unrotated keys and rotates them at use."""
     model = tiny(name)
     spec = read_spec(model.folder)
-    own = spec.at(0)
-    block = layer_weights(checkpoint(model), layers_of(spec)[1])
+    block = checkpoint(model), layers_of(spec)[1]
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(2 * T, spec.hidden, generator=generator)
 
     def rotated(q, k, v):
-        q, k = (rotate_to(own.rope, x.transpose(0, 1), POSITIONS.at, T).transpose(0, 1) for x in (q, k))
-        return attend_as(own)(q, k, v)
+        q, k = (rotate_to(spec.rope, x.transpose(0, 1), POSITIONS.at, T).transpose(0, 1) for x in (q, k))
+        return attend(spec, q, k, v)
 
-    maths = family(spec.model_type)
-    late = maths.block(own, block, hidden.clone(), None, rotated)
-    early = maths.block(own, block, hidden.clone(), POSITIONS, attend_as(own))
+    late = through(spec, *block, hidden.clone(), None, rotated)
+    early = through(spec, *block, hidden.clone(), POSITIONS, partial(attend, spec))
     assert torch.allclose(late, early, rtol=1e-4, atol=1e-4)
 
 

@@ -20,7 +20,7 @@ from h2o_flexgen.commands.main import main
 from h2o_flexgen.compiled import threads
 from h2o_flexgen.engine.model import load_model
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.formats import GGUF, Dense, Quantised
+from h2o_flexgen.formats import GGUF, Dense, Int8, Quantised
 from h2o_flexgen.kernels.int8 import int8_linear, takes_blocks
 from h2o_flexgen.models.inspect import find
 from h2o_flexgen.models.quantised import METHODS
@@ -193,6 +193,30 @@ def test_matrices_that_stayed_floats_are_read_in_place(checkpoint, tmp_path):
     assert f"{GATE}.weight" not in find(str(folder)).formats(None)[0]
 
 
+def test_codes_floats_of_the_copy_and_floats_of_the_file_go_together(broken, checkpoint, tmp_path):
+    """Each matrix has a format of its own, also under what is made of all of them."""
+    folder = broken("gptq in bfloat16", scales=lambda x: x * 2**-20)  # too small for fp16
+    state = load_file(folder / "model.safetensors")
+    up = GATE.replace("gate", "up")
+    for suffix in ("qweight", "qzeros", "scales", "g_idx"):
+        del state[f"{up}.{suffix}"]
+    exact = checkpoint("gptq in bfloat16").matrices
+    state[f"{up}.weight"] = exact[f"{up}.weight"].clone()
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    change_config(folder, quantization_config=GPTQ | {"dynamic": {f"-:{up}": {}}})
+    assert f"{up}.weight" not in find(str(folder)).formats(None)[0]
+    exact = exact | {f"{GATE}.weight": exact[f"{GATE}.weight"] * 2**-20}
+    model = load(folder)
+    names = {name: model.formats[name].name for name in exact}
+    assert names == dict.fromkeys(exact, "gptq") | {f"{GATE}.weight": "bfloat16", f"{up}.weight": "float32"}
+    assert all(torch.allclose(decoded(model, name), exact[name], rtol=0.01, atol=0) for name in exact)
+    assert main(["convert", str(folder), "--to", "int8", "-o", str(tmp_path / "out")]) == 0
+    for found in (load(folder, compress_weight="int8"), load(tmp_path / "out")):
+        assert {found.formats[name] for name in exact} == {Int8()}
+        for name, values in exact.items():
+            assert (decoded(found, name) - values).abs().max() < 0.01 * values.abs().max()
+
+
 def test_act_order_is_warned_of_once(checkpoint, caplog):
     with caplog.at_level(logging.WARNING):
         load(checkpoint("gptq in act-order").tiny.folder)
@@ -225,9 +249,14 @@ def test_the_copy_is_made_once_and_again_for_another_config(checkpoint, tmp_path
     assert not torch.equal(changed, checkpoint("gptq").matrices[f"{GATE}.weight"])
 
 
-@pytest.mark.parametrize(
-    "name", ["gptq", "fp8 tensor", "nf4", "gptq with its head", "gptq of one group", "gptq in act-order"]
-)
+def test_the_copy_in_fewer_bits_is_made_again_for_another_config(checkpoint, tmp_path):
+    folder = shutil.copytree(checkpoint("gptq").tiny.folder, tmp_path / "model")
+    before = decoded(load(folder, compress_weight="int8"), f"{GATE}.weight")
+    change_config(folder, quantization_config=tools.V2)  # whose zeros are others
+    assert not torch.equal(decoded(load(folder, compress_weight="int8"), f"{GATE}.weight"), before)
+
+
+@pytest.mark.parametrize("name", CASES)
 def test_plan_counts_the_bytes_of_the_job(checkpoint, name, capfd):
     folder = checkpoint(name).tiny.folder
     model = load(folder)
@@ -272,13 +301,16 @@ def test_no_copy_exceeds_the_disk_limit(checkpoint):
         (GPTQ | {"checkpoint_format": ["gptq"]}, "checkpoint_format ['gptq'] is not supported; known: gptq, gptq_v2"),
         (GPTQ | {"group_size": 48}, "groups of 48 inputs and words of 8 codes do not divide the 64 x 64 of"),
         (GPTQ | {"group_size": 0}, "group_size must be a whole number from 1"),
+        (GPTQ | {"dynamic": {"+:.*down_proj": {"bits": 8}}}, "gives '+:.*down_proj' other bits or groups"),
+        (GPTQ | {"dynamic": ["-:lm_head"]}, "dynamic must give settings of modules, not ['-:lm_head']"),
         (GPTQ | {"modules_to_not_convert": "lm_head"}, "modules_to_not_convert must be a list of texts"),
-        (GPTQ | {"modules_to_not_convert": ["("]}, "a pattern of modules that are not converted is invalid"),
+        (GPTQ | {"modules_to_not_convert": ["("]}, "a pattern of modules is invalid"),
         (tools.AWQ | {"version": "gemv"}, "version 'gemv' is not supported, only gemm"),
         (tools.AWQ | {"zero_point": False}, "zero_point false is not supported"),
         (tools.BLOCKS | {"weight_block_size": [128]}, "blocks of [128] are not rows and columns"),
         (tools.NF4_CONFIG | {"bnb_4bit_quant_type": "nf3"}, "nf3 in uint8 is not supported; known: nf4, fp4 in uint8"),
         (PACKED | {"format": "marlin-24"}, "format 'marlin-24' of 'int' is not supported; known: float-quantized"),
+        (tools.compressed_tensors("pack-quantized", ("re:(",), **tools.BY_GROUP), "a pattern of modules is invalid"),
         (PACKED | {"config_groups": {}}, "config_groups must have the same weights in all groups"),
         ({"quant_method": "awq"}, "of awq: None bits are not supported, only 4"),
     ],
@@ -302,10 +334,21 @@ def test_a_config_of_another_method_is_an_error(checkpoint, tmp_path):
     assert "has no tensor" in refusal(folder) or "no matrix with '.qweight'" in refusal(folder)
 
 
+@pytest.mark.parametrize("name", ["gptq", "fp8 blocks"])
+def test_a_checkpoint_in_floats_with_a_config_of_codes(checkpoint, tmp_path, name):
+    folder = shutil.copytree(checkpoint(name).tiny.folder, tmp_path / "model")
+    floats = checkpoint(name).tiny.folder.with_name(f"{name} dequantised")
+    shutil.copy(floats / "model.safetensors", folder)
+    says = refusal(folder)
+    assert "has only floats, though its quantization_config says" in says
+    assert says.endswith("delete quantization_config from its config.json")
+
+
 @pytest.mark.parametrize(
     "name, changes, message",
     [
         ("gptq", {"qweight": None}, f"has no tensor '{GATE}.qweight', though its quantization_config says gptq"),
+        ("gptq", {"qweight": lambda x: x.half()}, f"has '{GATE}.qweight' in float16 instead of codes, though"),
         ("gptq", {"scales": None}, f"has no tensor '{GATE}.scales', though its quantization_config says gptq"),
         ("gptq", {"qweight": lambda x: x[:-1]}, "qweight' in shape [7, 96], the config asks for [8, 96]"),
         ("gptq", {"g_idx": lambda x: x[:-1]}, "g_idx' in shape [63], the config asks for [64]"),

@@ -133,7 +133,7 @@ def test_a_pass_reads_it_once_and_the_plan_counts_the_buffers(checkpoint, is_tig
             held[is_tight[0]] = llm.runner.weights.held_bytes(cuda=False)
             weights = sum(n for _, label, n in llm.choice.plan.items if label.startswith("weight"))
             assert held[is_tight[0]] == weights
-        (head,) = (t for t in llm.runner.weights._layers[-1].values() if isinstance(t, SlicedTensor))
+        (head,) = (t for t in llm.runner.weights._units[-1].values() if isinstance(t, SlicedTensor))
     count = -(-3000 // (1024 if name == "int8" and formats.get("compute") else 256))
     assert 0 <= moved[True] - moved[False] < 6 * count * 2 * PAGE
     assert held[True] + (1 + overlap) * head.stored.nbytes // 2 < held[False]

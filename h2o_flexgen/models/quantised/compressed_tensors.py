@@ -10,17 +10,20 @@ from torch import Tensor
 
 from h2o_flexgen.formats import Shape
 from h2o_flexgen.models.quantised.fp8 import FP8
-from h2o_flexgen.models.quantised.method import Grouped, Method, affine, nibbles, texts
+from h2o_flexgen.models.quantised.method import Grouped, Method, affine, check_patterns, nibbles, texts
 from h2o_flexgen.models.spec import Config, shortened
 
 FLOATS = ("float-quantized", "naive-quantized")
 PACKED = "pack-quantized"
+#: values of `actorder`, in lower case, by which the inputs of a group are not neighbours
+ACT_ORDER = ("group", "dynamic", "true")
 #: the zero of symmetric codes
 MIDDLE = 8
 
 
 def compressed_tensors(config: Config) -> Method:
-    """The method of a config, all of whose groups must treat weights alike. Modules in `ignore` stay floats."""
+    """The method of a config, all of whose groups must treat weights alike. Modules in `ignore`, and those that no
+    group targets, stay floats."""
     groups = config.data.get("config_groups")
     groups = list(groups.values()) if isinstance(groups, dict) else [None]
     weights = [group.get("weights") if isinstance(group, dict) else None for group in groups]
@@ -38,7 +41,16 @@ def compressed_tensors(config: Config) -> Method:
         known = f"float-quantized in FP8 and {PACKED} in 4 bits"
         raise config.error(f"format {shortened(form)} of {shortened(kind)} is not supported; known: {known}")
     method.quantises_head = True  # unless `ignore` names it
+    targets = [target for group in groups for target in texts(Config(group, config.where), "targets")]
+    method.targets = check_patterns(config, [*map(_pattern, targets)]) or method.targets
     return method
+
+
+def _pattern(target: str) -> str:
+    """For the start of a module's name, from one of `targets`: a class, a pattern or a name."""
+    if target == "Linear":
+        return ""
+    return target[3:] if target.startswith("re:") else re.escape(target) + "$"
 
 
 def _block(scheme: Config) -> list[int] | None:
@@ -63,7 +75,7 @@ class PackQuantized(Grouped):
         if strategy not in ("group", "channel"):
             raise scheme.error(f"strategy {shortened(strategy)} is not supported; known: group, channel")
         group = scheme.size("group_size") if strategy == "group" else None
-        act_order = scheme.data.get("actorder") == "group"
+        act_order = str(scheme.data.get("actorder")).lower() in ACT_ORDER
         super().__init__(config, skipped, group, scheme.data.get("num_bits"), act_order)
         self.is_symmetric = scheme.flag("symmetric", True)
 

@@ -20,9 +20,7 @@ class GPTQ(Grouped):
     key = ".qweight"
 
     def __init__(self, config: Config):
-        dynamic = config.data.get("dynamic") or {}
-        skipped = [key[2:] for key in dynamic if key.startswith("-:")] if isinstance(dynamic, dict) else []
-        skipped += texts(config, "modules_to_not_convert")
+        skipped = _left_out(config) + texts(config, "modules_to_not_convert")
         act_order = config.flag("desc_act", False) and not config.flag("static_groups", False)
         super().__init__(config, skipped, group_size(config), config.data.get("bits"), act_order)
         self.quantises_head = config.flag("lm_head", False)
@@ -42,3 +40,21 @@ class GPTQ(Grouped):
         codes = nibbles(parts[".qweight"].t())
         zeros = nibbles(parts[".qzeros"]).t() + self.zero
         return affine(codes, parts[".scales"].t(), zeros, parts.get(".g_idx"))
+
+
+def _left_out(config: Config) -> list[str]:
+    """Patterns of the modules that `dynamic`, the settings of single modules, leaves out."""
+    dynamic = config.data.get("dynamic") or {}
+    if not isinstance(dynamic, dict):
+        raise config.error(f"dynamic must give settings of modules, not {shortened(dynamic)}")
+    for key, settings in dynamic.items():
+        if not key.startswith("-:") and not _has_same(settings, config.data):
+            raise config.error(f"dynamic gives {shortened(key)} other bits or groups, which is not supported")
+    return [key[2:] for key in dynamic if key.startswith("-:")]
+
+
+def _has_same(settings: object, whole: dict) -> bool:
+    """Whether the settings of some modules have the bits and groups of the whole model's."""
+    if not isinstance(settings, dict):
+        return False
+    return all(settings.get(name, whole.get(name)) == whole.get(name) for name in ("bits", "group_size"))

@@ -29,21 +29,19 @@ class Method:
         key: the suffix of the tensor with the codes.
         quantises_head: whether the head is quantised too, unless `skipped` names it.
         is_in_place: whether matrices are read as stored, and not from a copy.
+        targets: patterns for the start of the names of modules that are quantised, unless `skipped` names them.
         skipped: modules that stay floats: patterns or ends of names, as in transformers' `should_convert_module`.
     """
 
     key = ".weight"
     quantises_head = False
     is_in_place = False
+    targets: Sequence[str] = ("",)
 
     def __init__(self, config: Config, skipped: Sequence[str] = ()):
         self.config = config
         self.name = str(config.data.get("quant_method", "bitsandbytes"))
-        self.skipped = skipped
-        try:
-            [*map(re.compile, skipped)]
-        except re.error as e:
-            raise config.error(f"a pattern of modules that are not converted is invalid: {e}") from None
+        self.skipped = check_patterns(config, skipped)
 
     def format(self, name: str, shape: Shape) -> Format:
         """The format of a matrix. Raises UserError if it cannot have the method's."""
@@ -68,11 +66,13 @@ class Method:
         shapes = shapes_of(layers[1:] if self.quantises_head else layers[1:-1])
         kept = layers[0].shapes
         names = [name for name, shape in shapes.items() if len(shape) == 2 and name not in kept]
-        return {name: self.expected(name, shapes[name]) for name in names if not self._skips(module_of(name))}
+        return {name: self.expected(name, shapes[name]) for name in names if self._quantises(module_of(name))}
 
-    def _skips(self, module: str) -> bool:
+    def _quantises(self, module: str) -> bool:
         boundary = r"(?:(?<=\.)|(?=\.|$))"
-        return any(re.match(f"(?:{key}){boundary}", module) or module.endswith(key) for key in self.skipped)
+        if any(re.match(f"(?:{key}){boundary}", module) or module.endswith(key) for key in self.skipped):
+            return False
+        return any(re.match(key, module) for key in self.targets)
 
 
 def module_of(name: str) -> str:
@@ -92,6 +92,15 @@ def texts(config: Config, *keys: str) -> list[str]:
             raise config.error(f"{key} must be a list of texts, not {shortened(value)}")
         found += value
     return found
+
+
+def check_patterns(config: Config, patterns: Sequence[str]) -> Sequence[str]:
+    """The patterns of names of modules. Raises UserError for one that is invalid."""
+    try:
+        [*map(re.compile, patterns)]
+    except re.error as e:
+        raise config.error(f"a pattern of modules is invalid: {e}") from None
+    return patterns
 
 
 # formats

@@ -1,0 +1,213 @@
+"""Mixtures of experts: the same tokens wherever experts are and however they are grouped, and only those read that some
+token goes through."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from functools import partial
+
+import gguf
+import pytest
+import torch
+import zoo
+from gguf import GGMLQuantizationType as Type
+from gguf_tools import write_gguf
+from safetensors.torch import load_file, save_file
+
+from h2o_flexgen import LLM, Policy, SamplingParams, UserError
+from h2o_flexgen.kernels.experts import Routing
+from h2o_flexgen.models import spec as spec_module
+from h2o_flexgen.models.registry import family, read_spec
+from h2o_flexgen.storage.checkpoint import names_of
+
+LENGTHS = [5, 17, 9, 2]
+BUDGET = (4, 4)
+OPTIONS = dict(device="cpu", dtype="float32", progress=False)
+ON_DISK = dict(percent=(0, 0, 0, 0, 0, 0))
+SIZES = dict(hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+#: (name, changes to its config, architecture of its GGUF files)
+MODELS = {
+    "qwen3_moe": (SIZES | {"moe_intermediate_size": 32}, "qwen3moe"),
+    "mixtral": (SIZES, "llama"),
+}
+
+
+@pytest.fixture(params=[1, 3000], ids=["one by one", "a few"])
+def groups(request, monkeypatch):
+    """Layers whose experts are in several groups."""
+    monkeypatch.setattr(spec_module, "GROUP_ELEMENTS", request.param)
+
+
+@pytest.mark.parametrize("budget", [None, BUDGET], ids=["full", "h2o"])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        dict(percent=(100, 0, 100, 0, 100, 0), gpu_batch_size=3, num_gpu_batches=2),
+        dict(percent=(50, 0, 50, 0, 0, 50), gpu_batch_size=4, prefill_tokens=12),
+        dict(**ON_DISK, gpu_batch_size=2, num_gpu_batches=2, prefill_tokens=8),
+        dict(**ON_DISK, gpu_batch_size=1, overlap=False),
+    ],
+    ids=["ram", "half", "disk", "disk, few tokens"],
+)
+def test_tokens_do_not_depend_on_where_experts_are(tiny, run, groups, policy, budget):
+    model = tiny("qwen3_moe")
+    assert len(family("qwen3_moe").tensors(read_spec(model.folder))[1].units) > 2
+    prompts = model.clear_cut_prompts(LENGTHS, 8, [(None, None), BUDGET])
+    outputs = run(model, prompts, 8, budget, **policy)
+    assert [o.token_ids for o in outputs] == [t.tokens for t in model.references(prompts, 8, *(budget or ()))]
+
+
+def test_rows_that_enter_beside_others(tiny, run):
+    """Prompts and decode steps of a pass share the experts' matmuls."""
+    model = tiny("qwen3_moe")
+    prompts = model.clear_cut_prompts([5, 17, 9, 2, 7, 12], 8, [(None, None)])
+    lengths = [8, 2, 5, 8, 1, 6]
+    params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in lengths]
+    with LLM(str(model.folder), Policy(2, **ON_DISK), **OPTIONS) as llm:
+        outputs = [row.outputs[0].token_ids for row in llm.generate(prompts, params)]
+    assert outputs == [trace.tokens[:n] for trace, n in zip(model.references(prompts, 8), lengths)]
+
+
+def read_bytes(model, prompts, monkeypatch, share):
+    """Bytes that decode steps read."""
+    monkeypatch.setattr("h2o_flexgen.engine.stores.ALL_EXPERTS", share)
+    with LLM(str(model.folder), Policy(len(prompts), percent=(0, 0, 100, 0, 100, 0)), **OPTIONS) as llm:
+        llm.generate(prompts, SamplingParams(max_tokens=9, ignore_eos=True))
+        return llm.report["decode"]["bytes_moved"]["disk_to_cpu"]
+
+
+def test_experts_without_a_token_are_not_read(tmp_path, monkeypatch):
+    changes = dict(num_experts=16, num_experts_per_tok=1, num_hidden_layers=2, moe_intermediate_size=512)
+    model = zoo.build("qwen3_moe", tmp_path, **changes)
+    (few,) = ([prompt] for prompt in model.prompts([5]))
+    all_of_them = read_bytes(model, few, monkeypatch, share=0.0)
+    wanted = read_bytes(model, few, monkeypatch, share=0.9)
+    assert wanted < all_of_them / 4
+    many = model.prompts([5] * 40)
+    assert read_bytes(model, many, monkeypatch, share=0.9) == read_bytes(model, many, monkeypatch, share=0.0)
+
+
+@pytest.mark.parametrize("kind", [Type.Q8_0, Type.Q4_0, Type.F16], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_gguf_file(tmp_path, name, kind):
+    """Experts in stacks, which are read in place where they are quantised."""
+    changes, arch = MODELS[name]
+    model = zoo.build(name, tmp_path / "checkpoint", **changes)
+    state = load_file(model.folder / "model.safetensors")
+    for key, tensor in state.items():
+        if tensor.dim() > 1 and not key.endswith("gate.weight"):
+            state[key] = torch.from_numpy(gguf.dequantize(gguf.quantize(tensor.numpy(), kind), kind)).view(tensor.shape)
+    save_file(state, model.folder / "model.safetensors", metadata={"format": "pt"})
+    path = write_gguf(tmp_path / "model.gguf", model, kind, arch, others={".gate": Type.F32})
+    prompts = model.prompts(LENGTHS)
+    found = []
+    for source, policy in ((model.folder, Policy(4)), (path, Policy(4)), (path, Policy(2, 2, **ON_DISK))):
+        with LLM(str(source), policy, **OPTIONS) as llm:
+            rows = llm.generate(prompts, SamplingParams(max_tokens=6, ignore_eos=True))
+            found.append([row.outputs[0].token_ids for row in rows])
+            if kind != Type.F16 and source == path:
+                stored = [llm.model.source.find(name) for name in llm.model.formats if "experts" in name]
+                assert {tensor.file.path for tensor in stored} == {path}
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize("compress", ["int8", "int4"])
+@pytest.mark.parametrize("compute", ["exact", "int8"])
+def test_fewer_bits(tmp_path, compress, compute):
+    """Routers stay as they are; experts on disk give the tokens of experts in RAM."""
+    model = zoo.build("qwen3_moe", tmp_path / "model", **MODELS["qwen3_moe"][0])
+    prompts = model.prompts(LENGTHS)
+    found = []
+    for policy in (Policy(4), Policy(2, 2, **ON_DISK)):
+        with LLM(str(model.folder), policy, compress_weight=compress, compute=compute, **OPTIONS) as llm:
+            rows = llm.generate(prompts, SamplingParams(max_tokens=6, ignore_eos=True))
+            found.append([row.outputs[0].token_ids for row in rows])
+            assert llm.model.formats["model.layers.0.mlp.gate.weight"].is_dense
+    assert found[0] == found[1]
+
+
+def test_a_routing_adds_up_experts_in_their_order():
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+    ids = torch.tensor([[0, 3], [3, 1], [1, 0], [3, 0], [1, 3], [0, 1]])
+    weights = torch.rand(6, 2, generator=torch.Generator().manual_seed(1))
+    routing = Routing(ids, weights)
+    total = torch.zeros_like(x)
+    for expert in range(4):
+        routing.add(expert, x, total, partial(torch.mul, torch.tensor(expert + 1.0)))
+    assert set(routing.experts) == {0, 1, 3}
+    for token in range(6):
+        expected = sum(float(w) * (int(e) + 1) * x[token] for e, w in zip(ids[token], weights[token]))
+        torch.testing.assert_close(total[token], expected)
+
+
+# bad input
+
+
+@pytest.fixture
+def folder(tiny, tmp_path):
+    """A copy of a checkpoint to break."""
+    return shutil.copytree(tiny("qwen3_moe").folder, tmp_path / "broken")
+
+
+def refusal(folder) -> str:
+    with pytest.raises(UserError) as e:
+        LLM(str(folder), **OPTIONS)
+    assert "\n" not in str(e.value)
+    return str(e.value)
+
+
+def test_a_missing_expert_is_named(folder):
+    state = load_file(folder / "model.safetensors")
+    del state["model.layers.1.mlp.experts.3.up_proj.weight"]
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    assert "no tensor 'model.layers.1.mlp.experts.3.up_proj.weight'" in refusal(folder)
+
+
+def test_an_expert_of_another_shape_is_named(folder):
+    state = load_file(folder / "model.safetensors")
+    state["model.layers.1.mlp.experts.3.up_proj.weight"] = torch.zeros(3, 3)
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    assert "'model.layers.1.mlp.experts.3.up_proj.weight' in shape [3, 3]" in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(num_experts_per_tok=6), "num_experts_per_tok is 6, but there are only 5 experts"),
+        (dict(num_experts=-1), "num_experts must be a whole number from 0"),
+        (dict(num_experts=7), "gate.weight' in shape [5, 24], the config asks for [7, 24]"),
+        (dict(moe_intermediate_size=13), "the config asks for [13, 24]"),
+    ],
+)
+def test_a_config_that_contradicts_the_experts(folder, changes, message):
+    config = json.loads((folder / "config.json").read_text())
+    if "num_experts" in changes:
+        config.pop("num_local_experts", None)
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    assert message in refusal(folder)
+
+
+def test_metadata_of_a_gguf_file_that_contradict_its_experts(tiny, tmp_path):
+    model = tiny("qwen3_moe")
+    path = write_gguf(tmp_path / "model.gguf", model, arch="qwen3moe", qwen3moe__expert_count=4)
+    says = refusal(path)
+    assert "ffn_gate_inp.weight' has the shape [5, 24], its metadata ask for [4, 24]" in says
+
+
+def test_a_row_whose_router_gives_nan_ends_alone(tmp_path):
+    model = zoo.build("qwen3_moe", tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    state["model.embed_tokens.weight"][7] = 3e38  # its square overflows in the norm
+    save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    prompts = [[3, 5, 9], [3, 7, 9], [1, 2]]
+    with LLM(str(tmp_path), Policy(3), **OPTIONS) as llm:
+        rows = llm.generate(prompts, SamplingParams(max_tokens=4, ignore_eos=True))
+    assert rows[1].error is not None
+    expected = [model.oracle.generate(prompts[n], 4).tokens for n in (0, 2)]
+    assert [rows[n].outputs[0].token_ids for n in (0, 2)] == expected
+
+
+def test_names_of_a_range():
+    assert names_of("a.experts.2:4.up.weight") == ["a.experts.2.up.weight", "a.experts.3.up.weight"]
+    assert names_of("a.up.weight") == []
