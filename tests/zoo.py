@@ -225,6 +225,8 @@ CONFIGS = {name: {**BASE.get(FAMILY[name], LLAMA), **VARIANTS[FAMILY[name]][name
 BY_LENGTH = [name for name in CONFIGS if ("dynamic" in name or "longrope" in name) and FAMILY[name] != "phi3"]
 #: those with layers whose sliding window is shorter than the texts of tests
 WINDOWS = ["mistral_window", "qwen2_window_of_two_layers"]
+#: those whose layers rotate differently
+BY_LAYER = [name for name in CONFIGS if FAMILY[name] == "gemma3_text"]
 #: family -> its first variant
 FIRST = {model_type: next(iter(variants)) for model_type, variants in VARIANTS.items()}
 

@@ -291,6 +291,7 @@ def test_old_and_new_spelling_of_rope_are_one_spec(model_type, rope_type):
     ]
     new_partial = {"partial_rotary_factor": 0.5} if neox else {}
     parameters = {"rope_type": rope_type, "rope_theta": 5e5, **scaling, **new_partial}
+    more |= {} if neox else partial
     new = config_of(model_type, rope_parameters=of_family(model_type, parameters), **more)
     transformers = transformers_config(old[1])
     specs = [spec_of(config) for config in (*old, new, json.loads(transformers.to_json_string()))]
