@@ -37,7 +37,7 @@ pytest_plugins = ["command_tools"]
 def blocks(document: str) -> dict[str, str]:
     """{file: code} of a document's Python blocks that begin with the name of a file."""
     text = (ROOT / "docs" / document).read_text()
-    return dict(re.findall(r"```python\n# (\S+\.py)\n(.*?)```", text, re.DOTALL))
+    return dict(re.findall(r"```python\n# (\S+\.py(?: \(\w+\))?)\n(.*?)```", text, re.DOTALL))
 
 
 def added(code: str, module: ModuleType) -> dict:
@@ -99,6 +99,26 @@ def test_the_new_family_refuses_what_it_does_not_compute(family):
     assert registry.spec_of(config).rope is not None
     with pytest.raises(UserError, match="qk_layernorm"):
         registry.spec_of(config | {"qk_layernorm": True})
+
+
+# a family with experts
+
+
+@pytest.fixture
+def experts(monkeypatch):
+    new_module(monkeypatch, "h2o_flexgen.models.olmoe", MODEL["h2o_flexgen/models/olmoe.py"])
+    monkeypatch.setattr(registry, "FAMILIES", (*registry.FAMILIES, "olmoe"))
+    names = added(MODEL["tests/oracle.py (experts)"], oracle)
+    monkeypatch.setattr(oracle, "ORACLES", oracle.ORACLES | {"olmoe": names["OlmoeOracle"]})
+    monkeypatch.setitem(zoo.FAMILY, "olmoe", "olmoe")
+    monkeypatch.setitem(zoo.CONFIGS, "olmoe", {**zoo.LLAMA, "num_experts": 5, "num_experts_per_tok": 2})
+    registry._named.cache_clear()
+    yield
+    registry._named.cache_clear()
+
+
+def test_the_new_family_with_experts_gives_the_tokens_of_transformers_and_of_the_oracle(experts, tiny, run):
+    check_tokens(tiny, run, "olmoe")
 
 
 # a cache rule
