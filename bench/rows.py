@@ -73,6 +73,13 @@ OPT = PEERS | OURS
 LLAMA_1B = {"Accelerate": PEERS["Accelerate"], **on_gguf("Q4_0", OF_GGUF), **on_gguf("Q8_0", OF_GGUF)}
 LLAMA_8B = {"Accelerate": PEERS["Accelerate"], **on_gguf("Q4_0", OF_GGUF)}
 LLAMA_8B_K = on_gguf("Q4_K_M", OF_GGUF)
+#: a mixture of experts larger than RAM. llama.cpp also with few sequences, as people run it
+EXPERTS = {
+    "llama.cpp": System("llama_cpp"),
+    "llama.cpp, 32 sequences": System("llama_cpp"),
+    "ours, full cache + int8, int8 matmuls": System("ours", f"{INT8} --compress-cache int8"),
+    "ours, H2O + int8": System("ours", f"{H2O} {INT8} --compress-cache int8"),
+}
 SMOLLM2 = on_gguf(DEMO_KIND, {"transformers": System("transformers"), **OF_GGUF})
 
 
@@ -125,6 +132,8 @@ ON_CPU = {
     "llama-1b 128+128 Q8_0": Row("meta-llama/Llama-3.2-1B", 1, 128, 128, 64, on_gguf("Q8_0", OF_GGUF)),
     "llama-8b 64+64": Row("meta-llama/Llama-3.1-8B", 3, 64, 64, 64, LLAMA_8B),
     "llama-8b 64+64 Q4_K_M": Row("meta-llama/Llama-3.1-8B", 3, 64, 64, 64, LLAMA_8B_K),
+    "qwen3-30b 32+32 Q4_0": Row("Qwen/Qwen3-30B-A3B", 8, 32, 32, 512, on_gguf("Q4_0", EXPERTS), runs=1, limit=1800),
+    "gpt-oss-20b 32+32 MXFP4": Row("openai/gpt-oss-20b", 6, 32, 32, 512, on_gguf("MXFP4", EXPERTS), runs=1, limit=1800),
     "smollm2 512+64": Row(DEMO, None, 512, 64, 64, SMOLLM2),
 }
 
