@@ -16,7 +16,6 @@ from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.formats import Int4, Int8, Quantised
 from h2o_flexgen.models.registry import family, read_spec
-from h2o_flexgen.models.spec import compressible
 from h2o_flexgen.storage.checkpoint import names_of
 
 #: widths divisible by groups of 32
@@ -42,7 +41,7 @@ def quantised(tiny: zoo.Tiny, kind: str, folder) -> zoo.Tiny:
     spec, state = read_spec(tiny.folder), load_file(tiny.folder / "model.safetensors")
     layers = family(spec.model_type).tensors(spec)
     ends = {*layers[0].shapes, *layers[-1].shapes}
-    names = [name for layer in compressible(layers) for name in layer]
+    names = [name for layer in layers for name in layer.compressible]
     for name in [one for each in names for one in names_of(each) or [each]]:
         stored = next(n for n in (name, *(name.partition(".")[2],)) if n in state)
         w = state[stored]

@@ -69,13 +69,13 @@ def convert(model: str, kind: str, target: Path) -> int:
     from h2o_flexgen.formats.forms import CONVERTED, compressed
     from h2o_flexgen.models.registry import family, read_spec, stored_dtype
     from h2o_flexgen.models.source import find_model
-    from h2o_flexgen.models.spec import compressible, shapes_of
+    from h2o_flexgen.models.spec import shapes_of
     from h2o_flexgen.storage.convert import check_room
 
     spec = read_spec(find_model(model, weights=False)[1])
     layers = family(spec.model_type).tensors(spec)
     shapes = shapes_of(layers)
-    formats = compressed(kind, compressible(layers), CONVERTED)
+    formats = compressed(kind, [layer.compressible for layer in layers], CONVERTED)
     check_room(target, model, sum(form.nbytes(shapes[name]) for name, form in formats.items()), OTHER_DISK)
     weights, folder = find_model(model)
     dtype = getattr(torch, stored_dtype(folder) or "bfloat16")

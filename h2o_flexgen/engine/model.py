@@ -33,7 +33,7 @@ from h2o_flexgen.models.registry import (
     stored_dtype,
 )
 from h2o_flexgen.models.source import DUMMY, find_model, model_name
-from h2o_flexgen.models.spec import Layer, ModelSpec, compressible, shapes_of
+from h2o_flexgen.models.spec import Layer, ModelSpec, shapes_of
 from h2o_flexgen.models.tokenizer import end_ids, load_tokenizer
 from h2o_flexgen.storage.checkpoint import Checkpoint
 from h2o_flexgen.storage.dummy import DummyCheckpoint
@@ -180,10 +180,10 @@ def load_model(
     dtype = choose_dtype(stored)
     activation(spec.activation)  # raises for one that is not known
     layers = family(spec.model_type).tensors(spec)
-    shapes = shapes_of(layers)
     source = open_source(weights, folder, spec, layers, dtype, disk_mem, progress)
-    formats = {name: source.format(name) for name, shape in shapes.items() if len(shape) > 1}
-    compressed_to = {} if compress_weight is None else compressed(compress_weight, compressible(layers))
+    formats = {name: source.format(name) for name, shape in shapes_of(layers).items() if len(shape) > 1}
+    matrices = [layer.compressible for layer in layers]
+    compressed_to = {} if compress_weight is None else compressed(compress_weight, matrices)
     formats |= compressed_to
     check_compute(compute, formats)
     for head_dim in spec.head_dims:

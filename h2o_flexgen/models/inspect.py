@@ -17,7 +17,7 @@ from h2o_flexgen.models.quantised import Method
 from h2o_flexgen.models.registry import family, named_dtype, named_spec, read_method, read_spec, stored_dtype
 from h2o_flexgen.models.repository import repository
 from h2o_flexgen.models.source import DUMMY, dummy_dtype, find_model, model_name
-from h2o_flexgen.models.spec import ModelSpec, compressible, shapes_of
+from h2o_flexgen.models.spec import ModelSpec, shapes_of
 from h2o_flexgen.models.tokenizer import load_tokenizer
 
 
@@ -49,7 +49,7 @@ class Found(NamedTuple):
         size = lambda formats: sum(form.nbytes(shapes[name]) for name, form in formats.items())
         converted = self.method.formats(layers) if self.method else {}
         if compress_weight is not None:
-            found = compressed(compress_weight, compressible(layers))
+            found = compressed(compress_weight, [layer.compressible for layer in layers])
             copied = {} if self.method and self.method.is_in_place else converted
             return found, 0 if self.is_dummy else size(found) + size(copied)
         if self.gguf:

@@ -171,6 +171,12 @@ class Layer:
         """{name in the checkpoint: shape} of all tensors."""
         return shapes_of(self.units)
 
+    @property
+    def compressible(self) -> dict[str, tuple[int, ...]]:
+        """`shapes` of the tensors that may be kept in fewer bits: all but a router's, which decide too much."""
+        routers = {name for short, (name, _) in self.streamed.items() if short.startswith(ROUTER)}
+        return {name: shape for name, shape in self.shapes.items() if name not in routers}
+
     @cached_property
     def streamed_shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: shape for unit in self.units for name, shape in unit.streamed_shapes.items()}
@@ -179,12 +185,6 @@ class Layer:
 def shapes_of(layers: Iterable[Layer | Unit]) -> dict[str, tuple[int, ...]]:
     """{name in the checkpoint: shape} of all tensors of some layers or units."""
     return {name: shape for layer in layers for name, shape in layer.shapes.items()}
-
-
-def compressible(layers: Iterable[Layer]) -> list[dict[str, tuple[int, ...]]]:
-    """{name: shape} per layer of the tensors that may be kept in fewer bits: all but routers, which decide too much."""
-    routers = {tensor for layer in layers for short, (tensor, _) in layer.streamed.items() if short.startswith(ROUTER)}
-    return [{name: shape for name, shape in layer.shapes.items() if name not in routers} for layer in layers]
 
 
 def units_of(layers: Iterable[Layer]) -> list[Unit]:

@@ -74,7 +74,7 @@ class LayerCost:
         embedding, first, *others = map(_matrices, shapes.streamed)
         self.matrices = [embedding | first, *others]
         self.layer_bytes = [sum(map(shapes.nbytes, layer)) for layer in self.matrices]
-        kinds = [tuple((shapes.forms[name], shape) for name, shape in layer.items()) for layer in self.matrices[:-1]]
+        kinds = [self._kind(layer) for layer in self.matrices[:-1]]
         #: {a decoder layer of each kind: fraction of the layers that are of it}
         self._decoders = {kinds.index(kind): count / len(kinds) for kind, count in Counter(kinds).items()}
         decoders = [name for layer in self.matrices[:-1] for name in layer]
@@ -87,6 +87,10 @@ class LayerCost:
         self.matmul_seconds = cache(self.matmul_seconds)
         self._attention = cache(self._attention)
         self._decoding = cache(self._decoding)
+
+    def _kind(self, layer: dict[str, tuple[int, ...]]) -> tuple:
+        """What decides the seconds of a layer's matmuls."""
+        return tuple((self.shapes.forms[name], shape) for name, shape in layer.items())
 
     # seconds of compute
 

@@ -179,8 +179,10 @@ def _expert_rates(device: Device, dtype: torch.dtype, stored: torch.dtype | str,
     sizes = {"hidden_size": hidden, "intermediate_size": inner, "num_attention_heads": 1}
     spec = spec_of({"model_type": "llama", "num_hidden_layers": 1, "vocab_size": 1, **sizes}, "the experts")
     shapes = {"gate.weight": (inner, hidden), "up.weight": (inner, hidden), "down.weight": (hidden, inner)}
-    weights = [{name: _weights(device, stored, shape, 0)[0] for name, shape in shapes.items()} for _ in range(EXPERTS)]
-    experts = {n: partial(mlp, spec, w) for n, w in enumerate(weights)}
+    experts = {}
+    for n in range(EXPERTS):
+        w = {name: _weights(device, stored, shape, 0)[0] for name, shape in shapes.items()}
+        experts[n] = partial(mlp, spec, w)
     found = {}
     for rows in EXPERT_ROWS:
         x = torch.randn(rows * EXPERTS, hidden, device=device.torch_device).to(dtype)

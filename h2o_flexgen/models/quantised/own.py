@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from h2o_flexgen.formats import Format
 from h2o_flexgen.formats.forms import CONVERTED, compressed
 from h2o_flexgen.models.quantised.method import Method
-from h2o_flexgen.models.spec import Config, Layer, compressible
+from h2o_flexgen.models.spec import Config, Layer
 
 NAME = "h2o_flexgen"
 
@@ -24,4 +24,4 @@ class Own(Method):
             raise config.error(f"kind must be one of {', '.join(CONVERTED)}, not {self.kind!r}")
 
     def formats(self, layers: Sequence[Layer]) -> dict[str, Format]:
-        return compressed(self.kind, compressible(layers), CONVERTED)
+        return compressed(self.kind, [layer.compressible for layer in layers], CONVERTED)
