@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cache
 from platform import machine
 
@@ -46,13 +47,20 @@ def in_threads(work: Callable[[int, int], None], count: int, size: int) -> None:
         job.result()
 
 
-def together(works: list[Callable[[], Tensor]]) -> list[Tensor]:
-    """The results of functions that run at the same time, each in a single thread, torch's operators included."""
-    if len(works) < 2:
-        return [work() for work in works]
-    jobs = [_singles(torch.get_num_threads()).submit(_inferred, work) for work in works]
-    wait(jobs)
-    return [job.result() for job in jobs]
+def in_order(works: Iterable[Callable[[], Tensor]], ahead: int) -> Iterator[Tensor]:
+    """The results of functions, in order. Several run at the same time, each in a single thread, torch's operators
+    included; no more than `ahead` are computed before the first of them is taken."""
+    pool = _singles(torch.get_num_threads())
+    jobs: deque[Future] = deque()
+    try:
+        for work in works:
+            if len(jobs) == ahead:
+                yield jobs.popleft().result()
+            jobs.append(pool.submit(_inferred, work))
+        while jobs:
+            yield jobs.popleft().result()
+    finally:
+        wait(jobs)
 
 
 @torch.inference_mode()

@@ -5,13 +5,13 @@ Shapes: N tokens, E hidden width, K experts that each token goes through.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from h2o_flexgen.compiled.threads import together
+from h2o_flexgen.compiled.threads import in_order
 
 #: an expert: (n, E) -> (n, E)
 Expert = Callable[[Tensor], Tensor]
@@ -57,27 +57,19 @@ class Routing:
         Experts of a token are added up one by one, in ascending order if they are given so, as transformers does: the
         sum depends neither on other tokens nor on how experts are grouped.
         """
-        for few in self._batches([expert for expert in experts if expert in self._parts], x):
-            outputs = together([partial(self._output, expert, experts[expert], x) for expert in few])
-            for expert, output in zip(few, outputs):
-                total.index_add_(0, self._tokens[self._parts[expert]], output)
+        wanted = [expert for expert in experts if expert in self._parts]
+        works = [partial(self._output, expert, experts[expert], x) for expert in wanted]
+        ahead = self._ahead(wanted, x)
+        outputs = (work() for work in works) if ahead == 1 else in_order(works, ahead)
+        for expert, output in zip(wanted, outputs):
+            total.index_add_(0, self._tokens[self._parts[expert]], output)
 
-    def _batches(self, experts: list[int], x: Tensor) -> Iterator[list[int]]:
-        """Experts that are computed at the same time, on a core each: with few rows that is faster than one after the
-        other on all cores. They have at most N rows together, for which there is room."""
-        most = 1 if x.is_cuda else torch.get_num_threads()
-        few: list[int] = []
-        rows = 0
-        for expert in experts:
-            part = self._parts[expert]
-            rows += part.stop - part.start
-            if few and (len(few) == most or rows > len(x)):
-                yield few
-                few = []
-                rows = part.stop - part.start
-            few.append(expert)
-        if few:
-            yield few
+    def _ahead(self, experts: list[int], x: Tensor) -> int:
+        """How many experts are computed before the first is added up: with few rows a core each is faster than all
+        cores for one after the other. Those at work have at most N rows, for which there is room."""
+        sizes = sorted((part.stop - part.start for part in map(self._parts.get, experts)), reverse=True)
+        most = 1 if x.is_cuda else min(torch.get_num_threads() + 1, len(sizes))
+        return max(n for n in range(1, most + 1) if n == 1 or sum(sizes[:n]) <= len(x)) if sizes else 1
 
     def _output(self, expert: int, compute: Expert, x: Tensor) -> Tensor:
         part = self._parts[expert]
