@@ -52,8 +52,12 @@ class H2O:
     Attributes:
         score: by position, the score from the attention so far.
         prompt: tokens of the prompt.
+        sight: the sliding window of the layer: a query sees so many tokens, its own included.
+        group: query heads that share the KV head.
     """
 
+    sight = float("inf")
+    group = 1
     #: whether only the prompt is cut, and every later token stays
     grows = False
     #: gaps between ranks are divided by this, to be comparable with gaps between sums of attention
@@ -92,8 +96,8 @@ class H2O:
         """Positions that stay of a prompt of n tokens, and the smallest gap between a kept and a dropped rank, which
         rounding errors must not exceed. Of equal ranks the earlier stays."""
         self.prompt = n
-        tokens = set(range(n))
-        if n <= self.slots:
+        tokens = self.visible(range(n), n - 1)
+        if len(tokens) <= self.slots:
             return tokens, float("inf")
         protected = {j for j in tokens if self.protects(j, n - 1)}
         ranks = {j: self.rank(j, n - 1) for j in tokens - protected}
@@ -102,19 +106,26 @@ class H2O:
         assert room >= 0, "more tokens are protected than there are slots"
         return protected | set(others[:room]), self.gap([ranks[j] for j in others], room) / self.unit
 
+    def visible(self, tokens, now: int) -> set[int]:
+        """Those that the next query, at position `now` + 1, can see."""
+        return {j for j in tokens if j > now + 1 - self.sight}
+
     def gap(self, ranks: list[float], room: int) -> float:
         """`ranks` are descending; the first `room` stay."""
         return ranks[room - 1] - ranks[room] if room else float("inf")
 
-    def evict(self, kept: set[int], now: int) -> tuple[int | None, float]:
-        """The token that goes after a step whose new token is at position `now`, and the gap to the next worst. Of
-        equal ranks the earlier goes."""
-        if self.grows or len(kept) <= self.slots:
-            return None, float("inf")
+    def evict(self, kept: set[int], now: int) -> tuple[set[int], float]:
+        """The tokens that go after a step whose new token is at position `now`, and the gap between the worst and the
+        next worst where that decided. Those that the next query cannot see go first. Of equal ranks the earlier
+        goes."""
+        visible = self.visible(kept, now)
+        if self.grows or len(visible) <= self.slots:
+            return kept - visible, float("inf")
+        assert visible == kept, "two would go"
         ranks = {j: self.rank(j, now) for j in kept if not self.protects(j, now)}
         worst = sorted(ranks, key=lambda j: (ranks[j], j))
         gap = ranks[worst[1]] - ranks[worst[0]] if len(worst) > 1 else float("inf")
-        return worst[0], gap / self.unit
+        return {worst[0]}, gap / self.unit
 
 
 class Mean(H2O):
@@ -169,7 +180,7 @@ class Smoothed(ValueAware):
     def see_query(self, i, row):
         self.score = {j: self.decay * score for j, score in self.score.items()}
         super().see_query(i, row)
-        self.share = sum(row.values()) / self.slots
+        self.share = self.group / max(1, self.slots)
 
     def rank(self, j, now):
         seen = sum(self.decay**n for n in range(now - j + 1))
@@ -321,6 +332,16 @@ def make_rule(text: str, heavy: int, recent: int, head: int = 0) -> H2O:
     return RULES[name](heavy, recent, head, **options)
 
 
+def within(sight: float, heavy: int, recent: int) -> tuple[int, int]:
+    """Slots in a layer with a sliding window, which has room for one token less beside the next one: the ratio stays,
+    and one recent token at least if there was one."""
+    room = sight - 1
+    if heavy + recent <= room:
+        return heavy, recent
+    fewer = min(max(round(room * recent / (heavy + recent)), min(1, recent)), room)
+    return room - fewer, fewer
+
+
 def quantised(kind: str | None, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """K and V (..., D) as a cache in 8 or 4 bits returns them, vector by vector; K has 8 bits in both."""
     return rounded(kind, k, v)[:2]
@@ -386,7 +407,17 @@ class Oracle:
         self.layers = self.config.num_hidden_layers
         self.heads = self.config.num_attention_heads
         self.kv_heads = getattr(self.config, "num_key_value_heads", None) or self.heads
-        self.group = self.heads // self.kv_heads
+        self.kv_heads_of = [self.kv_heads] * self.layers
+        self.sights = [self._sight(layer) for layer in range(self.layers)]
+        self.cap = getattr(self.config, "attn_logit_softcapping", None)
+        self.scale_base = getattr(self.config, "query_pre_attn_scalar", None)  # else the size of a head
+
+    def _sight(self, layer: int) -> float:
+        """The sliding window of a layer."""
+        window = getattr(self.config, "sliding_window", None)
+        types = getattr(self.config, "layer_types", None)
+        sees_all = window is None or (types and types[layer] != "sliding_attention")
+        return float("inf") if sees_all else window
 
     # what a family defines
 
@@ -439,18 +470,17 @@ class Oracle:
         """Generate the most likely tokens, or feed those of `forced`. `heavy` and `recent` may be tuples: slots for
         each layer. `cache`: "int8" or "int4"."""
         L = self.layers
-        KV = self.kv_heads
         self.cache = cache
-        self.trace = Trace(evicted=[[0] * KV for _ in range(L)])
+        self.trace = Trace(evicted=[[0] * KV for KV in self.kv_heads_of])
         heavies, recents = (n if isinstance(n, tuple) else (n,) * L for n in (heavy, recent))
         self.rules = [None] * L
         if heavy is not None:
-            self.rules = [self._rules(rule, *slots) for slots in zip(heavies, recents)]
+            self.rules = [self.rules_of(layer, rule, *slots) for layer, slots in enumerate(zip(heavies, recents))]
         self.rotary = fresh_rotary(self.model)
         self.k = [None] * L
         self.v = [None] * L
         self.kept = []
-        for _ in range(L):
+        for KV in self.kv_heads_of:
             self.kept.append([set() for _ in range(KV)])
         fed = list(prompt)
         first = 0
@@ -468,9 +498,17 @@ class Oracle:
             fed = [token]
         return self.trace
 
-    def _rules(self, text: str, heavy: int, recent: int) -> list[H2O]:
-        """The rules of a layer."""
-        return [make_rule(text, heavy, recent, h) for h in range(self.kv_heads)]
+    def rules_of(self, layer: int, text: str, heavy: int, recent: int) -> list[H2O]:
+        """The rule of each KV head of a layer."""
+        sight = self.sights[layer]
+        KV = self.kv_heads_of[layer]
+        rules = [make_rule(text, *within(sight, heavy, recent), h) for h in range(KV)]
+        for rule in rules:
+            rule.sight = sight
+            rule.group = self.heads // KV
+            if rule.grows and sight < float("inf"):
+                rule.slots = sight - 1
+        return rules
 
     def _forward(self, tokens: list[int], first: int) -> Tensor:
         """Logits after the last of `tokens`, the first of which is at position `first`."""
@@ -497,16 +535,17 @@ class Oracle:
         self.k[layer] = stored_k if is_prompt else torch.cat([self.k[layer], stored_k])
         self.v[layer] = stored_v if is_prompt else torch.cat([self.v[layer], stored_v])
         of_a_head = self._prompt if is_prompt else self._token
-        groups = q.split(self.group, 1)
-        contexts = [of_a_head(layer, h, groups[h], k[:, h], v[:, h]) for h in range(self.kv_heads)]
+        KV = k.shape[1]
+        groups = q.split(self.heads // KV, 1)
+        contexts = [of_a_head(layer, h, groups[h], k[:, h], v[:, h]) for h in range(KV)]
         return torch.cat(contexts, 1).flatten(1)
 
     def _prompt(self, layer: int, h: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """KV head h over a prompt: q (n, G, D) of its group, k and v (n, D) -> (n, G, D)."""
         n = len(k)
-        future = torch.arange(n)[None, :] > torch.arange(n)[:, None]
-        logits = torch.einsum("igd,jd->gij", q, k) / k.shape[1] ** 0.5
-        p = logits.masked_fill(future, float("-inf")).softmax(-1)
+        behind = torch.arange(n)[:, None] - torch.arange(n)[None, :]
+        hidden = (behind < 0) | (behind >= self.sights[layer])
+        p = self.probabilities(layer, h, torch.einsum("igd,jd->gij", q, k), k.shape[1], hidden)
         self.kept[layer][h] = set(range(n))
         if self.rules[layer] is not None:
             rule = self.rules[layer][h]
@@ -521,16 +560,32 @@ class Oracle:
     def _token(self, layer: int, h: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """KV head h for one more token: q (1, G, D) of its group, k and v (1, D), not yet rounded -> (1, G, D)."""
         now = len(self.k[layer]) - 1
+        if self.rules[layer] is None:  # a full cache lets nothing go but what has left the window
+            self.kept[layer][h] = {j for j in self.kept[layer][h] if j > now - self.sights[layer]}
         self.kept[layer][h].add(now)
         seen = sorted(self.kept[layer][h])
-        p = (q[0] @ self.k[layer][seen, h].T / k.shape[1] ** 0.5).softmax(-1)
+        assert seen[0] > now - self.sights[layer]
+        p = self.probabilities(layer, h, (q[0] @ self.k[layer][seen, h].T)[:, None], k.shape[1])[:, 0]
         if self.rules[layer] is not None:
             rule = self.rules[layer][h]
             rule.see_token(now, k[0].tolist(), v[0].tolist())
             rule.see_query(now, dict(zip(seen, p.sum(0).tolist())))
-            goes, gap = rule.evict(self.kept[layer][h], now)
-            self._drop(layer, h, set() if goes is None else {goes}, gap)
+            self._drop(layer, h, *rule.evict(self.kept[layer][h], now))
         return (p @ self.v[layer][seen, h])[None]
+
+    def probabilities(self, layer: int, h: int, logits: Tensor, D: int, hidden: Tensor | None = None) -> Tensor:
+        """What the queries of KV head h give to each token, from their products (G, n, S); `hidden` (n, S)."""
+        logits = logits / (self.scale_base or D) ** 0.5
+        if self.cap is not None:
+            logits = self.cap * torch.tanh(logits / self.cap)
+        if hidden is not None:
+            logits = logits.masked_fill(hidden, float("-inf"))
+        sinks = self.w.get(f"layers.{layer}.self_attn.sinks")
+        if sinks is None:
+            return logits.softmax(-1)
+        G, n, _ = logits.shape
+        own = sinks[h * G : (h + 1) * G, None, None].expand(G, n, 1)
+        return torch.cat([logits, own], -1).softmax(-1)[..., :-1]
 
     def _drop(self, layer: int, h: int, gone: set[int], gap: float) -> None:
         self.kept[layer][h] -= gone
@@ -589,8 +644,8 @@ class LlamaOracle(Oracle):
     def attend(self, layer, y):
         at = f"layers.{layer}.self_attn"
         q = self.linear(f"{at}.q_proj", y).view(len(y), self.heads, -1)
-        k = self.linear(f"{at}.k_proj", y).view(len(y), self.kv_heads, -1)
-        v = self.linear(f"{at}.v_proj", y).view(len(y), self.kv_heads, -1)
+        k = self.linear(f"{at}.k_proj", y).view(len(y), self.kv_heads_of[layer], -1)
+        v = self.linear(f"{at}.v_proj", y).view(len(y), self.kv_heads_of[layer], -1)
         if f"{at}.q_norm.weight" in self.w:
             q = self.rms_norm(f"{at}.q_norm", q)
             k = self.rms_norm(f"{at}.k_norm", k)
@@ -664,7 +719,7 @@ class GemmaOracle(LlamaOracle):
 
     def block(self, layer, x):
         at = f"layers.{layer}"
-        self.angles, self.scale = self.turns[self.config.layer_types[layer]]
+        self.kind = self.config.layer_types[layer]
         y = self.rms_norm(f"{at}.input_layernorm", x)
         y = self.rms_norm(f"{at}.post_attention_layernorm", self.attend(layer, y))
         x = x + y
@@ -675,12 +730,6 @@ class GemmaOracle(LlamaOracle):
         cap = self.config.final_logit_softcapping
         y = super().logits(x)
         return y if cap is None else cap * torch.tanh(y / cap)
-
-    def turn_to(self, positions):
-        self.turns = {}
-        for kind in set(self.config.layer_types):
-            super().turn_to(positions)
-            self.turns[kind] = self.angles, self.scale
 
 
 class Gemma3Oracle(GemmaOracle):
@@ -693,6 +742,10 @@ class Gemma3Oracle(GemmaOracle):
             rotary(torch.zeros(1), positions, kind)
             each = getattr(rotary, f"{kind}_inv_freq").to(self.dtype)
             self.turns[kind] = positions[0, :, None].to(self.dtype) * each, getattr(rotary, f"{kind}_attention_scaling")
+
+    def rotate(self, x):
+        self.angles, self.scale = self.turns[self.kind]
+        return super().rotate(x)
 
 
 class Phi3Oracle(LlamaOracle):

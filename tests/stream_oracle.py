@@ -12,7 +12,7 @@ import copy
 from collections.abc import Sequence
 
 import torch
-from oracle import Oracle, fresh_rotary, make_rule
+from oracle import Oracle, fresh_rotary
 from torch import Tensor
 
 
@@ -30,11 +30,15 @@ class StreamOracle:
         self.oracle.attention = self.attention
         self.rolling = rolling
         layers = range(oracle.layers)
-        heads = range(oracle.kv_heads)
         self.k = [None for _ in layers]
         self.v = [None for _ in layers]
-        self.kept = {(layer, h): set() for layer in layers for h in heads}
-        self.rules = {(layer, h): make_rule(rule, heavy, recent, h) for layer in layers for h in heads}
+        self.rules = {}
+        for layer in layers:
+            for h, own in enumerate(oracle.rules_of(layer, rule, heavy, recent)):
+                self.rules[layer, h] = own
+                if rolling:  # the window is one of ranks, and all that are kept are in it
+                    own.sight = float("inf")
+        self.kept = {place: set() for place in self.rules}
         self.length = 0
         self.logits = None
         self.logprobs = []
@@ -83,8 +87,9 @@ class StreamOracle:
         is_first = self.k[layer] is None
         self.k[layer] = k if is_first else torch.cat([self.k[layer], k])
         self.v[layer] = v if is_first else torch.cat([self.v[layer], v])
-        groups = q.split(self.oracle.group, 1)
-        contexts = [self._head(layer, h, groups[h]) for h in range(self.oracle.kv_heads)]
+        KV = k.shape[1]
+        groups = q.split(q.shape[1] // KV, 1)
+        contexts = [self._head(layer, h, groups[h]) for h in range(KV)]
         return torch.cat(contexts, 1).flatten(1)
 
     def _head(self, layer: int, h: int, q: Tensor) -> Tensor:
@@ -97,9 +102,11 @@ class StreamOracle:
         places = range(len(seen)) if self.rolling else seen
         k = self._rotated(cached_k[:, None], places)[:, 0]
         q = self._rotated(q, places[-n:])
-        future = torch.tensor(seen)[None, :] > torch.tensor(new)[:, None]
-        logits = torch.einsum("igd,jd->gij", q, k) / q.shape[-1] ** 0.5
-        p = logits.masked_fill(future, float("-inf")).softmax(-1)
+        places = torch.tensor([*places])
+        behind = places[-n:, None] - places[None, :]
+        hidden = (behind < 0) | (behind >= self.oracle.sights[layer])
+        logits = torch.einsum("igd,jd->gij", q, k)
+        p = self.oracle.probabilities(layer, h, logits, q.shape[-1], hidden)
         rule = self.rules[layer, h]
         for j, key, value in zip(new, (cached_k if self.rolling else k)[-n:].tolist(), v[-n:].tolist()):
             rule.see_token(j, key, value)
@@ -112,6 +119,7 @@ class StreamOracle:
         now = seen[-1]
         if self.is_prompt:
             rule.prompt = now + 1
+        seen = sorted(rule.visible(seen, now))
         if len(seen) <= rule.slots:
             return set(seen)
         protected = {j for j in seen if rule.protects(j, now)}

@@ -29,9 +29,9 @@ PLACEMENTS = {
 }
 
 
-#: the first two variants of each family, and all whose RoPE depends on the length of the text. The layers of every
-#: variant are compared with transformers' in `models/test_maths.py`
-VARIANTS = [name for variants in zoo.VARIANTS.values() for name in [*variants][:2]] + zoo.BY_LENGTH
+#: the first two variants of each family, all whose RoPE depends on the length of the text, and those with a sliding
+#: window. The layers of every variant are compared with transformers' in `models/test_maths.py`
+VARIANTS = [name for variants in zoo.VARIANTS.values() for name in [*variants][:2]] + zoo.BY_LENGTH + zoo.WINDOWS
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -209,8 +209,8 @@ def test_the_cache_holds_the_positions_of_the_oracle(tiny, run, monkeypatch, nam
     seen = []
     decode = FixedRule.decode
 
-    def spy(self, cache, q, k, v, rows):
-        result = decode(self, cache, q, k, v, rows)
+    def spy(self, cache, q, k, v, rows, sinks):
+        result = decode(self, cache, q, k, v, rows, sinks)
         seen.append((int((rows.length - rows.prompt)[0]) + 1, cache.position.tolist()))
         return result
 

@@ -130,6 +130,21 @@ def test_every_family_gives_the_tokens_of_transformers(tiny, name):
     assert found == [model.transformers(p, MOST)[0][:most] for p, most in zip(job.prompts, job.outputs)]
 
 
+@pytest.mark.parametrize("n, placement", [*enumerate(PLACEMENTS)], ids=PLACEMENTS)
+def test_windows_slide_over_shared_prefixes_and_rows_that_enter(tiny, n, placement):
+    """Full caches give the tokens of transformers; budgets are smaller and larger than the window."""
+    model = tiny(zoo.WINDOWS[n % 2])
+    budgets = [(None, None), (2, 3), (4, 20, "h2o")]
+    job = Job.of(model, *budgets)
+    expected = [model.transformers(p, MOST)[0][:most] for p, most in zip(job.prompts, job.outputs)]
+    assert expected == job.expected(model)
+    for budget in (None, *budgets[1:]):
+        with opened(model, placement, budget) as llm:
+            for _ in range(2):
+                assert tokens(llm, job) == job.expected(model, *(budget or ()))
+            assert llm.report["shared_tokens"] > 90
+
+
 @pytest.mark.parametrize("name", zoo.BY_LENGTH)
 def test_rope_by_length_shares_only_prefixes_that_are_rotated_alike(tiny, name):
     model = tiny(name)

@@ -9,8 +9,8 @@ from oracle import fresh_rotary
 
 from h2o_flexgen import LLM, KVBudget, Policy, UserError
 
-#: the basic model of every family, and RoPE by length in two kinds
-MODELS = [*zoo.FIRST.values(), "llama_groups_of_8_dynamic", "llama_longrope"]
+#: the basic model of every family, RoPE by length in two kinds, and sliding windows
+MODELS = [*zoo.FIRST.values(), "llama_groups_of_8_dynamic", "llama_longrope", *zoo.WINDOWS]
 LENGTHS = [9, 24, 17, 10, 2]
 PROMPT = 8
 BUDGET = (3, 4)

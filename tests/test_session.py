@@ -132,6 +132,37 @@ def test_positions_may_stay_as_they_are(tiny, name):
             session.feed([5] * 20)
 
 
+@pytest.mark.parametrize("chunk", [1, 5, 16, 64])
+@pytest.mark.parametrize("rolling", [False, True])
+@pytest.mark.parametrize("name", zoo.WINDOWS)
+def test_windows_slide_over_turns(tiny, name, rolling, chunk):
+    """Over positions, or over ranks. In a long chunk many tokens leave at once, and budgets are larger than windows."""
+    model = tiny(name)
+    expected = Expected.clear(model, chunk, rolling=rolling, turns=SHORT)
+    policy = DISK if chunk == 5 else RAM
+    with opened(model, **policy) as llm, llm.session(chunk=chunk, position_rolling=rolling) as session:
+        turns_of(session, expected, SHORT)
+
+
+@pytest.mark.parametrize("n, rule", [*enumerate(["h2o:first=1:last=1", "decayed:decay=0.8", "mean", "sinks:first=2"])])
+def test_rules_slide_with_the_window(tiny, n, rule):
+    model = tiny(zoo.WINDOWS[n % 2])
+    expected = Expected.clear(model, 9, rule=rule, rolling=False, turns=SHORT)
+    with opened(model, rule) as llm, llm.session(chunk=9, position_rolling=False) as session:
+        turns_of(session, expected, SHORT)
+
+
+def test_a_session_without_a_budget_keeps_windows(tiny):
+    """And all tokens of the other layers, so that it gives what a job gives."""
+    model = tiny(zoo.WINDOWS[1])
+    (prompt,) = model.clear_cut_prompts([30], 20)
+    tokens = model.transformers(prompt, 20)[0]
+    with LLM(str(model.folder), Policy(**RAM), device="cpu", dtype="float32", progress=False) as llm:
+        with llm.session(chunk=12) as session:
+            assert session.generate(prompt, greedy(8)).token_ids == tokens[:8]
+            assert session.generate(tokens[8:13], greedy(7)).token_ids == tokens[13:]
+
+
 def test_a_stream_goes_far_past_the_positions(tmp_path):
     """Five times as far, where it still matches the oracle."""
     model = zoo.build("qwen3", tmp_path, max_position_embeddings=32)

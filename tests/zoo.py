@@ -65,8 +65,8 @@ BASE = {
         eos_token_id=2,
     ),
 }
-BASE["gemma2"] = {**LLAMA, "head_dim": 8, "sliding_window": 64, "query_pre_attn_scalar": 11}
-BASE["gemma3_text"] = {**BASE["gemma2"], "num_hidden_layers": 3, "sliding_window_pattern": 3}
+BASE["gemma2"] = {**LLAMA, "head_dim": 8, "sliding_window": 12, "query_pre_attn_scalar": 11}
+BASE["gemma3_text"] = {**BASE["gemma2"], "num_hidden_layers": 3, "sliding_window_pattern": 3, "sliding_window": 7}
 BASE["phi3"] = {**LLAMA, "pad_token_id": 0, "original_max_position_embeddings": 128}
 LINEAR = dict(rope_theta=5e3, rope_scaling={"type": "linear", "factor": 2.5})
 #: texts are longer than 16 positions
@@ -90,7 +90,7 @@ LONGROPE = dict(
     original_max_position_embeddings=16,
     rope_scaling={"type": "longrope", "factor": 2.0, "short_factor": [1.0, 1.1, 1.3], "long_factor": [1.5, 2.5, 4.0]},
 )
-#: texts are all longer than the original 3 positions: transformers computes keys again when a text outgrows them
+#: texts are longer than the original 3 positions
 SHORT_LONGROPE = dict(
     original_max_position_embeddings=3,
     rope_scaling={"type": "longrope", "short_factor": [1.0, 1.1], "long_factor": [1.5, 4.0]},
@@ -133,6 +133,7 @@ VARIANTS = {
         "mistral_groups_of_3_odd_hidden_linear": dict(**THREE, **LINEAR, hidden_size=23, head_dim=6),
         "mistral_groups_of_8_tied_window_yarn": dict(**EIGHT, **YARN, tie_word_embeddings=True, sliding_window=64),
         "mistral_no_groups_dynamic": dict(**DYNAMIC, num_key_value_heads=4),
+        "mistral_window": dict(head_dim=8, sliding_window=12),
     },
     "qwen2": {
         "qwen2": dict(),
@@ -140,6 +141,9 @@ VARIANTS = {
         "qwen2_groups_of_8_dynamic": dict(**EIGHT, **DYNAMIC),
         "qwen2_no_groups_llama3": dict(**LLAMA3, num_key_value_heads=4, head_dim=14),
         "qwen2_window_of_no_layer": dict(use_sliding_window=True, sliding_window=4, max_window_layers=2),
+        "qwen2_window_of_two_layers": dict(
+            use_sliding_window=True, sliding_window=6, max_window_layers=1, num_hidden_layers=3
+        ),
     },
     "qwen3": {
         "qwen3": dict(head_dim=8),
@@ -208,7 +212,7 @@ VARIANTS = {
     "phi3": {
         "phi3": dict(hidden_size=32),
         "phi3_groups_of_3_partial_tied_window": dict(
-            **THREE, hidden_size=48, partial_rotary_factor=0.75, tie_word_embeddings=True, sliding_window=64
+            **THREE, hidden_size=48, partial_rotary_factor=0.75, tie_word_embeddings=True, sliding_window=14
         ),
         "phi3_groups_of_8_longrope": dict(**EIGHT, **SHORT_LONGROPE, rms_norm_eps=1e-3, hidden_act="gelu"),
         "phi3_no_groups_odd_vocab": dict(num_key_value_heads=None, vocab_size=77, rope_theta=5e3),
@@ -216,10 +220,11 @@ VARIANTS = {
 }
 FAMILY = {name: model_type for model_type, variants in VARIANTS.items() for name in variants}
 CONFIGS = {name: {**BASE.get(FAMILY[name], LLAMA), **VARIANTS[FAMILY[name]][name]} for name in FAMILY}
-#: those whose RoPE angles depend on the length of the text
-BY_LENGTH = [name for name in CONFIGS if "dynamic" in name or "longrope" in name]
-#: those whose layers rotate differently
-BY_LAYER = [name for name in CONFIGS if FAMILY[name] == "gemma3_text"]
+#: those whose RoPE angles depend on the length of the text; without Phi-3's, whose keys transformers computes again
+#: when a text outgrows the original length
+BY_LENGTH = [name for name in CONFIGS if ("dynamic" in name or "longrope" in name) and FAMILY[name] != "phi3"]
+#: those with layers whose sliding window is shorter than the texts of tests
+WINDOWS = ["mistral_window", "qwen2_window_of_two_layers"]
 #: family -> its first variant
 FIRST = {model_type: next(iter(variants)) for model_type, variants in VARIANTS.items()}
 
@@ -359,7 +364,7 @@ def build(name: str, folder: Path, seed: int = 0, **changes) -> Tiny:
             elif "norm" in key:
                 tensor.normal_(0 if "gemma" in name else 1, 0.3)  # Gemma's are stored less 1
             elif "embed" in key:
-                tensor.normal_(0, 0.8)
+                tensor.normal_(0, config.hidden_size**-0.5 if "gemma" in name else 0.8)  # Gemma multiplies the rows
             else:
                 tensor.normal_(0, 0.5)
     model.save_pretrained(folder)

@@ -13,6 +13,7 @@ from h2o_flexgen.engine.model import LoadedModel
 from h2o_flexgen.engine.sampling import score_rows
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.formats.forms import forms
+from h2o_flexgen.kernels.attention import PLAIN, Softmax
 from h2o_flexgen.machine import memory
 from h2o_flexgen.machine.device import open_device
 from h2o_flexgen.models.registry import family
@@ -62,6 +63,17 @@ def check_fits(spec: ModelSpec, dtype: torch.dtype, windows: int, prompt_len: in
             f"the analysis needs {gib(needed)} of RAM, of which {gib(weights)} for weights, and {gib(free)} are free: "
             "take a smaller model, fewer `windows`, or `dtype` bfloat16"
         )
+
+
+def check_attention(spec: ModelSpec, tokens: int) -> None:
+    """Raises UserError unless all layers have the same plain attention in texts of so many tokens: an analysis knows no
+    other."""
+    layers = {(each.heads, each.kv_heads, each.head_dim) for each in spec.kinds or (spec,)}
+    softmaxes = {Softmax(each.scale, each.cap, each.window).within(tokens) for each in spec.kinds or (spec,)}
+    has_sinks = any("sinks" in layer.streamed for layer in family(spec.model_type).tensors(spec))
+    if len(layers) > 1 or softmaxes != {PLAIN} or has_sinks:
+        what = "a sliding window shorter than the text, a soft cap, sinks, or a scale or heads of its own"
+        raise UserError(f"this analysis is for plain attention, but some layer of the model has {what}")
 
 
 class LayerModel:
@@ -115,7 +127,7 @@ class LayerModel:
             return attend(*(x.unflatten(0, (B, T)).transpose(1, 2) for x in qkv)).transpose(1, 2).flatten(0, 1)
 
         w = self._weights.get(layer + 1)
-        found = self._family.block(self.spec, w, hidden.flatten(0, 1), _flat(positions), attend_flat)
+        found = self._family.block(self.spec.at(layer), w, hidden.flatten(0, 1), _flat(positions), attend_flat)
         return found.unflatten(0, (B, T))
 
     def release(self, layer: int) -> None:

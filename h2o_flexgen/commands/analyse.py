@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> None:
     import torch
 
     from h2o_flexgen.analysis import plot, windows
-    from h2o_flexgen.analysis.model import LayerModel, check_fits
+    from h2o_flexgen.analysis.model import LayerModel, check_attention, check_fits
     from h2o_flexgen.analysis.study import check_rule, study
     from h2o_flexgen.engine.model import load_model
     from h2o_flexgen.evaluation.extras import need
@@ -57,6 +57,7 @@ def run(args: argparse.Namespace) -> None:
     spec = inspect.find(args.model).spec
     dtype = getattr(torch, args.dtype)
     spec.check_length(args.prompt_len, args.gen_len)
+    check_attention(spec, args.prompt_len + args.gen_len)
     rule = rule_for(make_budget(args), args.prompt_len, args.gen_len, spec)
     check_rule(rule, args.prompt_len)
     check_fits(spec, dtype, args.windows, args.prompt_len, args.gen_len)

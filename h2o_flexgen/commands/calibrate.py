@@ -41,14 +41,16 @@ def run(args: argparse.Namespace) -> None:
     import torch
 
     from h2o_flexgen.analysis import calibration, windows
-    from h2o_flexgen.analysis.model import LayerModel, fits
+    from h2o_flexgen.analysis.model import LayerModel, check_attention, fits
     from h2o_flexgen.engine.model import load_model
     from h2o_flexgen.evaluation.origin import origin
     from h2o_flexgen.models import inspect
 
     calibration.check(args.window, args.kv_rule)
     text, name = windows.read(args.text)
-    inspect.find(args.model, args.path).spec.check_length(args.window)
+    spec = inspect.find(args.model, args.path).spec
+    spec.check_length(args.window)
+    check_attention(spec, args.window)
     dtype = getattr(torch, args.dtype)
     model = load_model(args.model, args.path, lambda stored: dtype, progress=True)
     ids = windows.cut(text, model.tokenizer, args.windows, args.window)

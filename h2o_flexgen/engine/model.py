@@ -186,7 +186,8 @@ def load_model(
     compressed_to = {} if compress_weight is None else compressed(compress_weight, compressible(layers))
     formats |= compressed_to
     check_compute(compute, formats)
-    cache_formats(compress_cache, dtype, spec.head_dim)  # raises for one that the model does not support
+    for head_dim in spec.head_dims:
+        cache_formats(compress_cache, dtype, head_dim)  # raises for one that the model does not support
     if compressed_to:
         source.compress(compressed_to, disk_mem, progress)
     name = model_name(model, path, weights)
@@ -234,8 +235,9 @@ def prepare_loops(dtype: torch.dtype, quantised: bool, compute: str) -> None:
 def prepare_cpu_loops(model: LoadedModel, compress_cache: str | None, position_rolling: bool) -> None:
     """As `prepare_loops`, for the loops that only the CPU needs; arguments as for `LLM`."""
     rowwise.prepare(model.dtype)
-    for form in cache_formats(compress_cache, model.dtype, model.spec.head_dim):
-        prepare_cache(form, model.dtype, model.spec.head_dim, position_rolling)
+    head_dim = min(model.spec.head_dims)
+    for form in cache_formats(compress_cache, model.dtype, head_dim):
+        prepare_cache(form, model.dtype, head_dim, position_rolling)
 
 
 def _dummy_spec(model: str | None) -> ModelSpec:

@@ -252,7 +252,7 @@ class Walk:
                 context, text = rule.read(q, k, v, piece.lengths, past, cache.form, sinks)
                 rule.keep(cache, text.to(cache.k[0].device))
         else:
-            context, text = rule.read(q, k, v, piece.lengths, past, self.stores.form, sinks)
+            context, text = rule.read(q, k, v, piece.lengths, past, self.stores.form(q.shape[-1]), sinks)
             if not piece.places:
                 piece.rows[0].texts[j] = text.tail(piece.shared)
         for node in piece.frees:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection
+from functools import partial
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -65,7 +66,7 @@ class Stores:
         self.is_stream = is_stream
         self.sizes = sizes
         self.limits = ChunkLimits(job.policy.prefill_tokens, group_rows(model.spec))
-        self.form = cache_format(job.compress_cache, model.dtype, model.spec.head_dim)
+        self.form = partial(cache_format, job.compress_cache, model.dtype)
         layouts = job.rule.layouts(model.spec, self.form, [(size, longest) for size in sizes], job.workload.gen_len)
         micro_bytes = micro_tokens(job.policy.prefill_tokens, longest, sizes[0]) * token
         transport.io.large_prefetches = "disk" not in job.placement.cache.values()

@@ -73,7 +73,8 @@ def allowed(
     found = []
     refused = None
     for setting in settings:
-        cache_format(setting.compress_cache, torch.float32, spec.head_dim)
+        for head_dim in spec.head_dims:
+            cache_format(setting.compress_cache, torch.float32, head_dim)
         try:
             rule_for(setting.budget, longest_prompt, gen_len, spec)
             found.append(setting)

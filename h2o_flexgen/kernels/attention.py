@@ -75,6 +75,7 @@ class Softmax(NamedTuple):
 
 
 PLAIN = Softmax()
+_NO_SINKS = np.empty((0, 0), np.float32)
 
 
 def _with_sinks(p: Tensor, largest: Tensor, sinks: Tensor) -> Tensor:
@@ -385,12 +386,12 @@ def _cached_attention_by_loops(
     empty = torch.empty(0, 0, 0, dtype=torch.bool) if empty is None else empty
     at_k, sizes = _segments(k)
     at_v, _ = _segments(v)
-    sinks = torch.empty(0, 0) if softmax.sinks is None else softmax.sinks_of(B, KV)
+    sinks = _NO_SINKS if softmax.sinks is None else softmax.sinks_of(B, KV).numpy()
     # `Vectors`, `Slots` and `Softmax` of the loop as plain tuples
     keys = (form.k.loop_kind, D, k[0].shape[-1] * k[0].itemsize, at_k)
     values = (form.v.loop_kind, D, v[0].shape[-1] * v[0].itemsize, at_v)
     slots = (sizes, cached_len.numpy(), empty.numpy())
-    logits = (softmax.scale_of(D), softmax.cap or 0.0, sinks.numpy())
+    logits = (softmax.scale_of(D), softmax.cap or 0.0, sinks)
     arrays = [(keys, values, slots), logits, float_array(queries), float_array(context), received.numpy()]
     attend = threads.compiled().attention.attend
     size = 2 * KV * D * int(cached_len.sum())

@@ -99,12 +99,15 @@ class CacheRule:
         return KVLayout(batch, spec.kv_heads, segments, spec.head_dim, form, self.slot_fields, self.growth)
 
     def layouts(
-        self, spec: ModelSpec, form: KVFormat, batches: Sequence[tuple[int, int]], gen_len: int
+        self, spec: ModelSpec, form: Callable[[int], KVFormat], batches: Sequence[tuple[int, int]], gen_len: int
     ) -> dict[tuple[int, int], KVLayout]:
-        """The KV block of every (layer, batch). `batches`: (sequences, tokens of the longest prompt) of each batch."""
+        """The KV block of every (layer, batch). `form`: the format of vectors, by their elements; `batches`:
+        (sequences, tokens of the longest prompt) of each batch."""
         layers = [(self.in_layer(layer), spec.at(layer)) for layer in range(spec.layers)]
         kinds = product(set(layers), set(batches))
-        made = {(kind, batch): kind[0].layout(kind[1], form, *batch, gen_len) for kind, batch in kinds}
+        made = {}
+        for (rule, own), batch in kinds:
+            made[(rule, own), batch] = rule.layout(own, form(own.head_dim), *batch, gen_len)
         return {(layer, k): made[kind, batch] for layer, kind in enumerate(layers) for k, batch in enumerate(batches)}
 
     @property

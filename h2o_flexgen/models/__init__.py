@@ -10,6 +10,8 @@ A family is one module of pure functions, named after its `model_type`. A new on
     block(spec, w, hidden, positions, attend)   hidden (N, E) -> hidden (N, E)
     logits(spec, w, hidden)                     last hidden states (B, E), contiguous -> logits (B, V)
 
+A family whose layers differ makes its spec with `spec.of_layers`; `block` gets the layer's own.
+
 Layers with a mixture of experts (`Layer.experts`) have three functions instead of `block`; the engine adds what the
 experts return to the hidden states:
 

@@ -33,9 +33,9 @@ THETAS = {FULL: ("rope_theta", 1e6), SLIDING: ("rope_local_base_freq", 1e4)}
 
 def spec(config: Config) -> GemmaSpec:
     config = Config(DEFAULTS | config.data, config.where)
-    # `max_position_embeddings` counts what scaling adds
-    positions = config.size("max_position_embeddings")
-    read = gemma_spec(_with_rope(config, FULL), model_type="gemma3_text", head_norms=True, positions=positions)
+    read = gemma_spec(_with_rope(config, FULL), model_type="gemma3_text", head_norms=True)
+    if read.rope.type == "linear":  # `max_position_embeddings` counts what scaling adds
+        read = replace(read, positions=read.rope.positions)
     rope, _ = read_rope(_with_rope(config, SLIDING), read.head_dim)
     period = config.size("sliding_window_pattern", 6)
     by_type = {FULL: read, SLIDING: replace(read, rope=rope, window=config.window(4096))}

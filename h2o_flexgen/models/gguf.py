@@ -153,6 +153,8 @@ class GGUFFile:
         types = {tensor.type for tensor in self.tensors.values() if len(tensor.shape) > 1}
         if len(types) == 1 and types < FLOATS.keys():
             config["dtype"] = dtype_name(FLOATS[types.pop()])
+        if self.architecture in LARGEST_GEMMAS and config.get("dtype") != "float32":
+            config["dtype"] = "bfloat16"  # as it was trained: its hidden states exceed what float16 holds
         spec_of(config, str(self.path))  # raises for invalid values
         return config
 
@@ -172,10 +174,9 @@ class GGUFFile:
         """What only Gemma's configs have, by the rules of llama.cpp."""
         is_second = self.architecture == "gemma2"
         is_largest = config["num_hidden_layers"] == LARGEST_GEMMAS[self.architecture]
+        width = config["hidden_size"] // config["num_attention_heads"]
         own = {
-            "query_pre_attn_scalar": config["hidden_size"] // config["num_attention_heads"]
-            if is_largest
-            else config["head_dim"],
+            "query_pre_attn_scalar": width if is_largest else config["head_dim"],
             "sliding_window": self._get("attention.sliding_window", 4096 if is_second else None),
             "attn_logit_softcapping": self._get("attn_logit_softcapping", 50.0),
             "final_logit_softcapping": self._get("final_logit_softcapping", 30.0 if is_second else 0.0) or None,

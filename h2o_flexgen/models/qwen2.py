@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from h2o_flexgen.models import llama
 from h2o_flexgen.models.llama import LlamaSpec, block, embed, logits, tensors
-from h2o_flexgen.models.spec import MOST_LAYERS, Config, of_layers, shortened
+from h2o_flexgen.models.spec import MOST_LAYERS, SLIDING, Config, of_layers
 
 __all__ = ["block", "embed", "logits", "named", "spec", "tensors"]
 
@@ -24,16 +24,12 @@ SIZES = {
 
 def windows(config: Config) -> list[int | None]:
     """The sliding window of each layer of a Qwen config."""
-    layers = config.size("num_hidden_layers", most=MOST_LAYERS)
     if not config.flag("use_sliding_window", False):
-        return [None] * layers
-    types = config.data.get("layer_types")
-    if types is not None and (not isinstance(types, list) or len(types) != layers):
-        raise config.error(f"layer_types must be a list of num_hidden_layers ({layers}), not {shortened(types)}")
+        return [None] * config.size("num_hidden_layers", most=MOST_LAYERS)
     full = config.size("max_window_layers", 28, least=0)
-    slides = [layer >= full if types is None else types[layer] == "sliding_attention" for layer in range(layers)]
-    window = config.window(4096) if any(slides) else None
-    return [window if each else None for each in slides]
+    types = config.layer_types(lambda layer: layer >= full)
+    window = config.window(4096) if SLIDING in types else None
+    return [window if kind == SLIDING else None for kind in types]
 
 
 def qwen_spec(config: Config, kv_heads: int = 32, **changes) -> LlamaSpec:

@@ -86,7 +86,8 @@ def read_spec(folder: Path) -> ModelSpec:
 
 def stored_dtype(folder: Path) -> str | None:
     """The type of a checkpoint's weights, such as "bfloat16"; None if its config.json does not name one."""
-    config = _read(folder / "config.json") or {}
+    path = folder / "config.json"
+    config = text_config(_read(path) or {}, str(path))
     name = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
     return name if name in STORED_DTYPES else None
 

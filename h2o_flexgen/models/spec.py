@@ -81,6 +81,11 @@ class ModelSpec:
         return self.hidden * (3 if self.experts else 1)
 
     @property
+    def head_dims(self) -> set[int]:
+        """The sizes of heads of all layers."""
+        return {kind.head_dim for kind in self.kinds or (self,)}
+
+    @property
     def groups(self) -> int:
         """Query heads that share a head of K and V."""
         return self.heads // self.kv_heads

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import product
+from math import gcd
 
 from h2o_flexgen.errors import PlanError
 from h2o_flexgen.formats.forms import has_cache_format
@@ -253,7 +254,8 @@ class Planner:
         """The cache formats this model can have, restricted to those with known losses if there are any."""
         losses = self.constraints.losses
         known = FORMATS if losses is None else losses.formats
-        return [each for each in FORMATS if each in known and has_cache_format(each, self.model.spec.head_dim)]
+        divides_all = gcd(*self.model.spec.head_dims)
+        return [each for each in FORMATS if each in known and has_cache_format(each, divides_all)]
 
     def measured(self) -> Profile:
         """The machine's profile, measured at the first call unless it was given."""

@@ -102,7 +102,11 @@ class ModelData:
     @property
     def kv_format(self) -> KVFormat:
         """The format of K and V in the cache."""
-        return cache_format(self.compress_cache, self.torch_dtype, self.spec.head_dim)
+        return self.kv_format_of(self.spec.head_dim)
+
+    def kv_format_of(self, head_dim: int) -> KVFormat:
+        """The format of K and V of heads of this size."""
+        return cache_format(self.compress_cache, self.torch_dtype, head_dim)
 
     @property
     def device(self) -> str:
@@ -197,7 +201,7 @@ class Shapes(ModelData):
     def layouts(self, batches: list[int]) -> dict[tuple[int, int], KVLayout]:
         """The KV block of every (layer, batch), for batches of these sizes."""
         blocks = [(size, self.workload.longest) for size in batches]
-        return self.rule.layouts(self.spec, self.kv_format, blocks, self.workload.gen_len)
+        return self.rule.layouts(self.spec, self.kv_format_of, blocks, self.workload.gen_len)
 
     @cached_property
     def kinds(self) -> list[tuple[int, Shapes]]:

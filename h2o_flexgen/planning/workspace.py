@@ -76,8 +76,9 @@ def _prefill_attention_bytes(shapes: Shapes, tokens: int, longest: int, cached_l
     nbytes = tokens * (3 * spec.hidden + 2 * Q + 2 * KV) * size
     if shapes.rule.scores_prompt:
         nbytes += tokens * spec.kv_heads * _score_bytes(shapes)
+    plain = shapes.rule.softmax.is_plain and not shapes.rule.scores_prompt
     # attention in chunks, at least on some CPUs and GPUs
-    if shapes.rule.scores_prompt or shapes.may_widen or shapes.dtype == "bfloat16" or spec.groups > 1:
+    if not plain or shapes.may_widen or shapes.dtype == "bfloat16" or spec.groups > 1:
         # queries, keys and values by head, and the context; or the rows that are kept
         nbytes += tokens * (2 * Q + 2 * KV) * size
         nbytes += chunk_bytes(shapes, tokens, longest, cached_len)

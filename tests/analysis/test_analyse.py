@@ -146,6 +146,15 @@ def test_a_model_without_a_tokenizer(refused, text, tmp_path):
     assert "no tokenizer" in refused(text, "--model", write_model(tmp_path / "model"), *SHORT)
 
 
+def test_attention_of_another_kind(refused, text, tmp_path):
+    folder = write_model(tmp_path / "model", config=TINY | {"sliding_window": 49})
+    assert "a sliding window shorter than the text" in refused(text, "--model", folder, *SHORT)
+    options = ["calibrate", text, "--model", folder, "--window", 64, "--output", tmp_path / "losses.json"]
+    assert main(list(map(str, options))) == 2
+    folder = write_model(tmp_path / "model", config=TINY | {"sliding_window": 50})
+    assert "no tokenizer" in refused(text, "--model", folder, *SHORT)
+
+
 def test_a_model_that_does_not_fit_into_ram(refused, monkeypatch, texts, text):
     message = refused(text, "--model", "llama-2-70b", *SHORT)
     assert "of RAM, of which 256.9" in message and "take a smaller model" in message

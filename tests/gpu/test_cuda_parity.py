@@ -107,6 +107,16 @@ def test_every_kind_of_opt_gives_the_tokens_of_the_oracle(models, name, budget, 
     assert tokens(outputs) == [t.tokens for t in model.references(prompts, 12, *(budget or ()))]
 
 
+@pytest.mark.parametrize("name", zoo.WINDOWS)
+@pytest.mark.parametrize("budget", [None, BUDGET], ids=["full", "budget"])
+@pytest.mark.parametrize("place", ["all_gpu", "all_cpu", "all_cpu_attention_on_cpu", "all_disk_micro", "thirds"])
+def test_windows_slide_on_every_tier(models, name, budget, place):
+    model = models(name)
+    prompts = model.clear_cut_prompts(LENGTHS, GEN, [budget or (None, None)])
+    references = model.references(prompts, GEN, *(budget or ()))
+    assert tokens(generate(model, prompts, budget, **POLICIES[place])) == [t.tokens for t in references]
+
+
 @pytest.mark.parametrize("budget", [None, BUDGET], ids=["full", "budget"])
 def test_a_second_job_and_several_blocks_give_the_same(models, prompts, on_cpu, budget):
     policy = dict(percent=(33, 33, 33, 33, 33, 33), gpu_batch_size=1, num_gpu_batches=2)
@@ -157,10 +167,11 @@ def test_the_second_device_gives_the_same(models, prompts, on_cpu):
         assert tokens(outputs) == tokens(on_cpu[BUDGET])
 
 
+@pytest.mark.parametrize("of", ["llama", *zoo.WINDOWS])
 @pytest.mark.parametrize("name", ["all_gpu", "all_cpu", "all_disk_micro", "thirds", "thirds_attention_on_cpu"])
-def test_streams_give_the_tokens_of_the_cpu(models, name):
+def test_streams_give_the_tokens_of_the_cpu(models, name, of):
     """Past the model's positions, with a stream that is idle in a turn."""
-    model = models("llama")
+    model = models(of)
     first, second = model.prompts([90, 50])
     (third,) = model.prompts([60], seed=1)
 

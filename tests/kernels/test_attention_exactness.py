@@ -318,17 +318,19 @@ def test_a_gpu_chunks_prompts_where_torch_would_need_too_much(monkeypatch, capab
     assert bool(calls) is fused[group]
 
 
-@pytest.mark.parametrize("T, group", [(1, 1), (255, 3), (257, 1), (1000, 3)])
+@pytest.mark.parametrize(
+    "T, group, window", [(1, 1, None), (255, 3, None), (257, 1, 9), (1000, 3, None), (1000, 3, 200)]
+)
 @pytest.mark.parametrize("slow", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_the_plan_counts_the_buffers_of_chunks(monkeypatch, dtype, slow, T, group):
+def test_the_plan_counts_the_buffers_of_chunks(monkeypatch, dtype, slow, T, group, window):
     monkeypatch.setattr(attention, "prefers_fp32", lambda x: slow and x.dtype != torch.float32)
     B, KV = 2, 3
     q, k = (torch.ones(B, heads, T, 4, dtype=dtype) for heads in (KV * group, KV))
     with Buffers() as buffers:
-        attention.causal_attention_with_scores(q, k, k, real([T, 1], T))
+        attention.causal_attention_with_scores(q, k, k, real([T, 1], T), None, Softmax(window=window))
     spec = SimpleNamespace(heads=KV * group, groups=group)
-    rule = SimpleNamespace(softmax=Softmax())
+    rule = SimpleNamespace(softmax=Softmax(window=window))
     shapes = SimpleNamespace(device="cpu", itemsize=dtype.itemsize, spec=spec, rule=rule)
     planned = chunk_bytes(shapes, B * T, T)
     if slow and dtype.itemsize == 2:

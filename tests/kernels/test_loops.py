@@ -71,9 +71,10 @@ def test_writing_a_slot_that_the_cache_lacks_raises(slot):
     assert not any(x.any() for x in (*cache.k, *cache.v))
 
 
+@pytest.mark.parametrize("in_fp32", [False, True], ids=["weight_of_its_type", "weight_in_fp32"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rms_norm_agrees_with_torch(dtype, monkeypatch):
-    x, weight = torch.randn(300, 1000).to(dtype), torch.randn(1000).to(dtype)
+def test_rms_norm_agrees_with_torch(dtype, in_fp32, monkeypatch):
+    x, weight = torch.randn(300, 1000).to(dtype), torch.randn(1000).to(torch.float32 if in_fp32 else dtype)
     x[3] = 0
     x[5, 7] = float("nan")
     by_loops = rowwise.rms_norm(x, weight, 1e-6)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,8 +16,11 @@ from h2o_flexgen.analysis.calibration import Probe, Watched
 from h2o_flexgen.analysis.simulation import MaskedCache
 from h2o_flexgen.commands.budget import check_model
 from h2o_flexgen.commands.main import main
-from h2o_flexgen.kv_cache import check_rule, rule_for
+from h2o_flexgen.kernels.attention import PLAIN, Softmax
+from h2o_flexgen.kv_cache import FullCache, check_rule, make_rule, rule_for
 from h2o_flexgen.kv_cache.layers import LayerLosses
+from h2o_flexgen.kv_cache.rule import LayerAttention
+from h2o_flexgen.models.registry import named_spec
 from h2o_flexgen.models.spec import ModelSpec, Rope
 
 pytest_plugins = ["command_tools"]
@@ -144,3 +148,27 @@ def test_calibrate_writes_a_file_that_rules_can_read(texts, tmp_path, capsys):
     assert known.model == str(texts)
     assert main(["calibrate", *options[:-1], str(tmp_path / "c.json"), "--kv-rule", "vatp"]) == 2
     assert "take a larger --window than 64" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "window, heavy, recent, expected",
+    [(100, 50, 50, (49, 50)), (101, 50, 50, (50, 50)), (9, 90, 10, (7, 1)), (9, 100, 0, (8, 0)), (2, 9, 9, (0, 1))],
+)
+def test_a_layer_has_at_most_the_slots_beside_a_new_token_in_its_window(window, heavy, recent, expected):
+    """In the budget's proportion, and one of the last tokens at least; by-layer slots are cut too."""
+    slides = LayerAttention(Softmax(window=window), 1, None)
+    sees_all = LayerAttention(PLAIN, 1, None)
+    rule = replace(make_rule("h2o", heavy, recent), attention=(sees_all, slides, slides))
+    for each in (rule, replace(rule, heavy=1, recent=1, by_layer=((heavy, recent),) * 3)):
+        first, second, third = map(each.in_layer, range(3))
+        assert (first.heavy, first.recent) == (heavy, recent)
+        assert (second.heavy, second.recent) == expected and second.softmax.window == window
+        assert len({first, second, third}) == 2
+
+
+def test_only_windows_that_texts_outgrow_change_a_growing_cache():
+    spec = replace(named_spec("Qwen/Qwen2.5-0.5B"), window=32)
+    assert rule_for(None, 20, 13, spec) == FullCache()
+    rule = rule_for(None, 20, 14, spec).in_layer(0)
+    assert rule.growth == "fixed" and rule.segments(20, 14) == (32,)
+    assert rule_for(None, 33, 1, spec).in_layer(0).softmax.window == 32

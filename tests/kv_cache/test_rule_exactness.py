@@ -10,15 +10,16 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from oracle import H2O, quantised
+from oracle import H2O, quantised, within
 from oracle import make_rule as oracle_rule
 from torch import Tensor
 
 from h2o_flexgen.formats.forms import cache_format
+from h2o_flexgen.kernels.attention import PLAIN, Softmax
 from h2o_flexgen.kv_cache import RULES, HeavyHitterCache, KVLayout, make_rule
 from h2o_flexgen.kv_cache import full as full_cache
 from h2o_flexgen.kv_cache.full import FullCache
-from h2o_flexgen.kv_cache.rule import Rows
+from h2o_flexgen.kv_cache.rule import LayerAttention, Rows
 from h2o_flexgen.models.spec import Rope
 
 
@@ -143,14 +144,26 @@ def protected(draw, heavy: int) -> str:
     return f":first={first}:last={draw(st.sampled_from([0, heavy - first]))}"
 
 
-def rules(name: str, job: Job, data):
-    """A rule, and its oracles by (sequence, KV head). The full cache is one with a slot for each token."""
+def rules(name: str, job: Job, data, softmax: Softmax = PLAIN):
+    """A rule in a layer with this softmax, and its oracles by (sequence, KV head). The full cache is one with a slot
+    for each token."""
     places = list(product(range(job.B), range(job.KV)))
+    own = () if softmax == PLAIN else (LayerAttention(softmax, job.group, None),)
+    sight = softmax.window or 1 << 30
+    slots = within(sight, job.heavy, job.recent)
     if name == "full":
-        return FullCache(), {place: H2O(100, 0) for place in places}
-    text = name + protected(data.draw, job.heavy) + data.draw(OPTIONS.get(name, st.just("")))
-    rule = replace(make_rule(text, job.heavy, job.recent), groups=job.group)
-    return rule, {(b, h): oracle_rule(text, job.heavy, job.recent, h) for b, h in places}
+        rule = FullCache(attention=own)
+        oracles = {place: H2O(100, 0) for place in places}
+    else:
+        text = name + protected(data.draw, slots[0]) + data.draw(OPTIONS.get(name, st.just("")))
+        rule = replace(make_rule(text, job.heavy, job.recent), groups=job.group, attention=own)
+        oracles = {(b, h): oracle_rule(text, *slots, h) for b, h in places}
+    for oracle in oracles.values():
+        oracle.sight = sight
+        oracle.group = job.group
+        if oracle.grows and softmax.window:
+            oracle.slots = sight - 1
+    return rule.in_layer(0), oracles
 
 
 @pytest.mark.parametrize("name", ["full", *RULES])
@@ -165,18 +178,29 @@ def rules(name: str, job: Job, data):
 def test_random_tensors_keep_what_the_oracle_keeps(name, job, kind, D, scale, data):
     """A prompt attends to its tokens before they are stored, a step to all stored ones, including its own."""
     D *= {None: 1, "int8": 2, "int4": 4}[kind]
-    rule, oracles = rules(name, job, data)
+    H = job.KV * job.group
+    window = st.none() | st.integers(1, 12)
+    any_softmax = st.builds(
+        Softmax, st.sampled_from([None, 0.3]), st.sampled_from([None, 2.0]), window, sinks=st.none()
+    )
+    softmax = data.draw(st.just(PLAIN) | any_softmax, "softmax")
+    sinks = data.draw(st.none() | st.lists(st.floats(-3, 3), min_size=H, max_size=H).map(torch.tensor), "sinks")
+    rule, oracles = rules(name, job, data, softmax)
     generator = torch.Generator().manual_seed(job.seed)
     tensors = [torch.randn(job.B, H, job.T + job.steps, D, generator=generator) * scale for H in job.heads]
     q, k, v = tensors
     stored_k, stored_v = quantised(kind, k, v)
     cache = make_cache(rule, job.B, job.KV, job.T, D, job.steps, kind)
-    context = rule.prefill(cache, *job.padded(tensors), Rows.prompts(torch.tensor(job.lengths)))
+    context = rule.prefill(cache, *job.padded(tensors), Rows.prompts(torch.tensor(job.lengths)), sinks=sinks)
 
     def check(b, h, t, seen, k, v, found) -> None:
         """Compare what the queries at position t get from the tokens `seen`, and show it to the oracle."""
         group = range(h * job.group, (h + 1) * job.group)
-        p = torch.softmax(q[b, group, t].double() @ k[b, h, seen].double().T / D**0.5, -1)
+        logits = q[b, group, t].double() @ k[b, h, seen].double().T * (softmax.scale or D**-0.5)
+        if softmax.cap:
+            logits = softmax.cap * torch.tanh(logits / softmax.cap)
+        own = torch.tensor([-torch.inf]).expand(len(group)) if sinks is None else sinks[group]
+        p = torch.softmax(torch.cat([logits, own.double()[:, None]], -1), -1)[:, :-1]
         expected = p @ v[b, h, seen].double()
         torch.testing.assert_close(found[b, group].double(), expected, atol=1e-5, rtol=1e-4)
         oracles[b, h].see_token(t, tensors[1][b, h, t].tolist(), tensors[2][b, h, t].tolist())
@@ -186,22 +210,24 @@ def test_random_tensors_keep_what_the_oracle_keeps(name, job, kind, D, scale, da
     for (b, h), oracle in oracles.items():
         n = job.lengths[b]
         for t in range(n):
-            check(b, h, t, list(range(t + 1)), k, v, context[:, :, t])
+            seen = range(max(0, t + 1 - (softmax.window or t + 1)), t + 1)
+            check(b, h, t, list(seen), k, v, context[:, :, t])
         kept[b, h], gap = oracle.keep(n)
         assume(gap > 1e-5)
         assert_holds(cache, b, h, kept[b, h], stored_k, stored_v)
     for step in range(1, job.steps + 1):
-        context, slots = rule.decode(cache, *job.at(step, tensors), step_of(job.lengths, step))
+        context, slots = rule.decode(cache, *job.at(step, tensors), step_of(job.lengths, step), sinks)
         for (b, h), oracle in oracles.items():
             t = job.lengths[b] + step - 1
             seen = sorted(kept[b, h] | {t})
+            assert softmax.window is None or seen[0] > t - softmax.window
             assert_holds(cache, b, h, seen, stored_k, stored_v)
             if cache.metadata:
                 assert cache.position[b, h, slots[b, h]] == t
             check(b, h, t, seen, stored_k, stored_v, context[:, :, 0])
             goes, gap = oracle.evict(set(seen), t)
             assume(gap > 1e-5)
-            kept[b, h] = set(seen) - {goes}
+            kept[b, h] = set(seen) - goes
 
 
 class Dyadic:
@@ -264,7 +290,7 @@ def test_exact_ties_are_broken_as_by_the_oracle(job):
         for (b, h), oracle in oracles.items():
             assert_holds(cache, b, h, kept[b, h], x.k, x.v)
             goes, _ = oracle.evict(kept[b, h], job.lengths[b] + step - 1)
-            kept[b, h].discard(goes)
+            kept[b, h] -= goes
 
 
 def test_hundreds_of_equal_scores():

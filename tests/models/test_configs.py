@@ -96,7 +96,7 @@ OWN_PAIRS = {
     "mistral": {"eps": "rms_norm_eps", "window": "sliding_window"},
     "gpt_neox": {"eps": "layer_norm_eps", "bias": "attention_bias", "parallel": "use_parallel_residual"},
     "gemma2": GEMMA_PAIRS | {"cap": "attn_logit_softcapping"},
-    "gemma3_text": GEMMA_PAIRS | {"positions": "max_position_embeddings"},
+    "gemma3_text": GEMMA_PAIRS,
     "phi3": {"eps": "rms_norm_eps", "window": "sliding_window"},
 }
 
@@ -208,7 +208,7 @@ def test_the_text_model_of_a_multimodal_gemma_3(text):
     found = spec_of(config)
     assert found == spec_of({**text, "eos_token_id": [1, 106]})
     assert_means(replace(found, eos=frozenset({1})), transformers_config(config).text_config)
-    assert (found.heads, found.kv_heads, found.head_dim) == (8, 4, 256)
+    assert (found.heads, found.kv_heads, found.head_dim, found.positions) == (8, 4, 256, 131072)
 
 
 def test_a_multimodal_gemma_3_from_a_folder(tmp_path):

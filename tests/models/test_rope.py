@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from itertools import product
+
 import pytest
 import torch
 import zoo
@@ -20,6 +23,13 @@ def heads_of(spec, B, T, seed=0):
     generator = torch.Generator().manual_seed(seed)
     q = torch.randn(B, spec.heads, T, spec.head_dim, generator=generator)
     return q, torch.randn(B, spec.kv_heads, T, spec.head_dim, generator=generator)
+
+
+def rotary_of(model, layer=0):
+    """A new rotary module of a transformers model, as a layer calls it."""
+    rotary = fresh_rotary(model.hf)
+    types = model.hf.config.layer_types if zoo.FAMILY[model.name] == "gemma3_text" else None
+    return rotary if types is None else partial(rotary, layer_type=types[layer])
 
 
 def rotated_to(rope, positions, *heads):
@@ -43,10 +53,10 @@ def test_each_row_is_rotated_as_transformers_does_it_alone(tiny, name, lengths):
     q, k = heads_of(spec, len(lengths), T)
     positions = torch.stack([torch.arange(T).clamp(max=n - 1) for n in lengths])
     before = q.clone()
-    rotated = rotated_to(spec.rope, positions, q, k)
-    assert torch.equal(q, before)
-    for b, n in enumerate(lengths):
-        cos, sin = fresh_rotary(model.hf)(q, torch.arange(n)[None])
+    for layer, (b, n) in product(range(spec.layers), enumerate(lengths)):
+        rotated = rotated_to(spec.at(layer).rope, positions, q, k)
+        assert torch.equal(q, before)
+        cos, sin = rotary_of(model, layer)(q, torch.arange(n)[None])
         expected = apply_rotary_pos_emb(q[b : b + 1, :, :n], k[b : b + 1, :, :n], cos, sin)
         for got, wanted in zip(rotated, expected):
             torch.testing.assert_close(got[b : b + 1, :, :n], wanted, atol=2e-5, rtol=2e-5)
@@ -69,13 +79,13 @@ def test_the_factor_of_longrope_is_that_of_transformers(tmp_path, changes):
 def test_a_decode_step_rotates_as_transformers_does_at_that_length(tiny, name, n, steps, seed):
     model = tiny(name)
     spec = read_spec(model.folder)
-    rotary = fresh_rotary(model.hf)
+    rotary = rotary_of(model)
     q, k = heads_of(spec, 1, 1, seed)
     rotary(q, torch.arange(n)[None])
     for position in range(n, n + steps):
         at = torch.tensor([[position]])
         cos, sin = rotary(q, at)
-        for got, wanted in zip(rotated_to(spec.rope, at, q, k), apply_rotary_pos_emb(q, k, cos, sin)):
+        for got, wanted in zip(rotated_to(spec.at(0).rope, at, q, k), apply_rotary_pos_emb(q, k, cos, sin)):
             torch.testing.assert_close(got, wanted, atol=2e-5, rtol=2e-5)
 
 

@@ -11,14 +11,17 @@ from hypothesis import strategies as st
 from machines import T4, laptop, percents, planner_of, search
 
 from h2o_flexgen.formats.forms import compressed
+from h2o_flexgen.kv_cache import rule_for
 from h2o_flexgen.machine.profile import Link, interpolate
 from h2o_flexgen.models.registry import family, named_spec
+from h2o_flexgen.models.spec import of_layers
+from h2o_flexgen.planning.layer_cost import LayerCost, Part
 from h2o_flexgen.planning.memory import Resources, plan_policy
 from h2o_flexgen.planning.planner import Planner
 from h2o_flexgen.planning.search import Constraints
 from h2o_flexgen.planning.shapes import ModelData
 from h2o_flexgen.planning.traffic import Offloaded, weights_beside
-from h2o_flexgen.planning.workload import Workload
+from h2o_flexgen.planning.workload import Batch, Workload
 from h2o_flexgen.policy import KVBudget, Policy
 
 #: OPT-1.3B: hidden size, layers, vocabulary
@@ -43,6 +46,30 @@ def test_a_decode_step_by_hand():
     attention = 8 * 129 * 2 * E * 2 / 2e10
     head = 2 * V * E * 8 / rate
     assert p.decode_seconds == pytest.approx(L * (matmuls + attention) + head)
+
+
+def test_layers_that_differ_cost_the_sum_of_their_kinds():
+    """Half of the layers see all, half a window of 64 tokens."""
+    sees_all = named_spec("Qwen/Qwen2.5-0.5B")
+    slides = replace(sees_all, window=64)
+    batches = (Batch(8, 256),) * 2
+    part = Part(cache=Offloaded(3, 5), layers=sees_all.layers)
+    policy = Policy(8, 2, ALL_GPU)
+
+    def costed(spec, budget=None):
+        rule = rule_for(budget, 256, 128, spec)
+        shapes = ModelData.of(spec, "float32", "float32", False).shapes(rule, Workload((256,) * 16, 128))
+        layers = LayerCost(laptop(), shapes, 128)
+        each = [layers.prefill(policy, batches, part), layers.decode(policy, batches, part)]
+        return [shapes.kv_bytes, *(x for flows in each for x in (flows.compute, *flows.total))]
+
+    for budget in (None, KVBudget.from_size(50, 50)):
+        kinds = [costed(spec, budget) for spec in (sees_all, slides)]
+        assert costed(of_layers([sees_all, slides] * (sees_all.layers // 2)), budget) == pytest.approx(
+            [sum(pair) / 2 for pair in zip(*kinds)]
+        )
+        assert kinds[0][:2] > kinds[1][:2], "bytes of the cache"
+    assert costed(slides)[0] == 64 * costed(replace(sees_all, layers=1))[0] * sees_all.layers // (256 + 127)
 
 
 @few
