@@ -195,6 +195,12 @@ def experts_of(name: str) -> tuple[str, range]:
     return (f"{before}.{{}}.{after}", range(*map(int, numbers.split(":")))) if numbers else (name, range(0))
 
 
+def names_of(name: str) -> list[str]:
+    """The names of the same tensor of each expert in a range; none without a range."""
+    template, experts = experts_of(name)
+    return [template.format(n) for n in experts]
+
+
 def units_of(layers: Iterable[Layer]) -> list[Unit]:
     """All units, in the order in which a pass needs them."""
     return [unit for layer in layers for unit in layer.units]
