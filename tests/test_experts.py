@@ -97,7 +97,6 @@ def test_experts_without_a_token_are_not_read(tmp_path, monkeypatch):
         ("qwen3_moe", Type.F16),
         ("mixtral", Type.Q8_0),
         ("gpt_oss", Type.MXFP4),
-        ("gpt_oss", Type.F16),
     ],
 )
 def test_a_gguf_file(tmp_path, name, kind):

@@ -25,7 +25,7 @@ from h2o_flexgen.models.spec import Layer, names_of, shapes_of
 from h2o_flexgen.policy import gib
 from h2o_flexgen.storage.convert import bins_to_safetensors, gguf_to_safetensors, made_once
 from h2o_flexgen.storage.disk import DiskIO, File, wait
-from h2o_flexgen.storage.fused import place_of
+from h2o_flexgen.storage.fused import FUSED, place_of
 from h2o_flexgen.storage.quantised import encoded, find_matrices
 from h2o_flexgen.storage.stored import DTYPES, Part, Stack, Stored, parts_of, rows_of, whole
 
@@ -136,14 +136,12 @@ class Checkpoint:
             )
 
     def _check_experts(self, layers: Seq[Layer]) -> None:
-        """Raises UserError for tensors of other numbers of experts than the layers have."""
-        for layer in layers:
-            for name, _ in layer.expert.values():
-                fused = place_of(name.format(0)).name
-                stored = self._find(fused)
-                if stored is not None and stored.shape[0] != layer.experts:
-                    problem = f"{fused!r} in shape {list(stored.shape)}, the config asks for {layer.experts} experts"
-                    raise UserError(f"the checkpoint {self.path} has {problem}")
+        """Raises UserError for a tensor of another number of experts than a layer has."""
+        experts = max(layer.experts for layer in layers)
+        for name, stored in self.tensors.items():
+            if FUSED.fullmatch(name) and stored.shape[:1] != (experts,):
+                problem = f"{name!r} in shape {list(stored.shape)}, the config asks for {experts} experts"
+                raise UserError(f"the checkpoint {self.path} has {problem}")
 
     def _take(self, files: list[Path], formats: dict[str, Format], shapes: dict[str, tuple[int, ...]]) -> None:
         """Read these tensors from a copy from now on: in their formats, or in floats where the copy has these."""

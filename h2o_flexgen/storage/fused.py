@@ -15,7 +15,9 @@ from typing import NamedTuple
 
 from h2o_flexgen.storage.stored import Part, Stored
 
-#: of a tensor of one expert: before its number, the number, the module, and what it is of that
+#: names of such tensors
+FUSED = re.compile(r".*\bexperts\.(gate_up|down)_proj(_bias|_blocks|_scales)?")
+#: names of a tensor of one expert: before its number, the number, the module, and what it is of that
 EXPERT = re.compile(r"(.*\bexperts)\.(\d+)\.(gate|up|down)_proj(\.weight|\.bias|_blocks|_scales)")
 #: (tensor, its outputs) of each module
 OUTPUTS = {

@@ -33,6 +33,7 @@ def find_matrices(checkpoint: Checkpoint, method: Method, shapes: dict[str, tupl
     UserError if there are none, or tensors are missing or have other shapes than the config asks for."""
     found = {}
     has_codes = False  # of another method
+    floats = []  # that cannot be read in place
     for name in (name for name, shape in shapes.items() if len(shape) == 2):
         key = module_of(name) + method.key
         codes = checkpoint.find(key)
@@ -40,13 +41,18 @@ def find_matrices(checkpoint: Checkpoint, method: Method, shapes: dict[str, tupl
         if codes is not None and not codes.is_direct:
             found[name] = _matrix(checkpoint, method, name, shapes[name])
         elif stored is not None:
-            has_codes |= not stored.is_direct
+            is_code = isinstance(stored.format, str)
+            has_codes |= is_code
+            if not (is_code or stored.is_direct):
+                floats.append(checkpoint.name_in_file((names_of(name) or [name])[0]))
         elif codes is not None:
             what = f"{checkpoint.name_in_file(key)!r} in {codes.format.name} instead of codes"
             raise _contradiction(checkpoint, method, what, "take the files as they were published")
         else:
             missing = next(each for each in names_of(key) or [key] if checkpoint.find(each) is None)
             raise _contradiction(checkpoint, method, f"no tensor {checkpoint.name_in_file(missing)!r}")
+    if found and floats:
+        raise _contradiction(checkpoint, method, f"{floats[0]!r} in floats beside experts in codes")
     if found or not method.is_declared:
         return found
     if not has_codes:
