@@ -155,7 +155,7 @@ class GGUFFile:
         types = {tensor.type for tensor in self.tensors.values() if len(tensor.shape) > 1}
         if len(types) == 1 and types < FLOATS.keys():
             config["dtype"] = dtype_name(FLOATS[types.pop()])
-        if self.architecture in LARGEST_GEMMAS and config.get("dtype") != "float32":
+        if self.architecture in (*LARGEST_GEMMAS, "gpt-oss") and config.get("dtype") != "float32":
             config["dtype"] = "bfloat16"  # as it was trained: its hidden states exceed what float16 holds
         spec_of(config, str(self.path))  # raises for invalid values
         return config

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 
 from torch import Tensor
 
@@ -21,14 +22,8 @@ SIZES = {
     "openai/gpt-oss-20b": (24, 2880, 2880, 64, 8, 64, 201088, 131072, 1.5e5, False),
     "openai/gpt-oss-120b": (36, 2880, 2880, 64, 8, 64, 201088, 131072, 1.5e5, False),
 }
-YARN = {
-    "rope_type": "yarn",
-    "factor": 32.0,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "truncate": False,
-    "original_max_position_embeddings": 4096,
-}
+YARN = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+YARN |= {"original_max_position_embeddings": 4096}
 DEFAULTS = {"num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 131072, "attention_bias": True}
 #: how the published checkpoints are quantised
 MXFP4 = {
@@ -51,6 +46,8 @@ class GptOssSpec(LlamaSpec):
 def spec(config: Config) -> GptOssSpec:
     rope = {} if config.data.get("rope_scaling") or config.data.get("rope_parameters") else {"rope_parameters": YARN}
     config = Config(DEFAULTS | config.data | rope, config.where)
+    if find_spec("transformers.models.gpt_oss") is None:  # its yarn would ignore `truncate`
+        raise config.error("gpt_oss needs transformers 4.55 or later")
     experts = config.size("num_local_experts", 128)
     read = llama.spec(
         config,

@@ -21,6 +21,7 @@ from h2o_flexgen.formats import GGUF, Dense, Int8
 from h2o_flexgen.models import spec as spec_module
 from h2o_flexgen.models.gpt_oss import MXFP4
 from h2o_flexgen.models.inspect import find
+from h2o_flexgen.models.registry import read_method, stored_dtype
 from h2o_flexgen.models.spec import names_of
 from h2o_flexgen.storage.disk import DiskIO
 
@@ -113,6 +114,12 @@ def test_fewer_bits_of_mxfp4(models, tmp_path):
     assert main(["convert", str(models[0]), "--to", "int8", "-o", str(tmp_path / "out")]) == 0
     assert {form for name, form in load(tmp_path / "out").formats.items() if "router" not in name} == {Int8()}
     assert generate(tmp_path / "out", prompts) == generate(models[0], prompts, compress_weight="int8")
+
+
+def test_published_configs_name_no_type(models, tmp_path):
+    folder = shutil.copytree(models[1].folder, tmp_path / "model")
+    change_config(folder, dtype=None, torch_dtype=None)
+    assert stored_dtype(folder) == "bfloat16" == read_method(folder).name
 
 
 # bad input

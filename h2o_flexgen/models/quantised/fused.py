@@ -25,7 +25,7 @@ class Fused(Method):
     def __init__(self, config: Config):
         super().__init__(config)
         name = str(config.data.get("dtype") or config.data.get("torch_dtype")).removeprefix("torch.")
-        self.name = name if name in ("float16", "bfloat16") else "float32"
+        self.name = name if name in ("float16", "float32") else "bfloat16"  # which published configs do not name
 
     def format(self, name: str, shape: Shape) -> Format:
         return Dense(getattr(torch, self.name))
