@@ -110,12 +110,14 @@ class Checkpoint:
             io.close()
 
     def convert_quantised(self, method: Method, layers: Seq[Layer], disk_mem: int | None, progress: bool) -> None:
-        """Read the matrices that a method quantised from a copy likewise, with the same codes and scales. Raises
-        UserError for tensors that contradict the config or are broken, or lack of space."""
+        """Read the matrices that a method quantised, or arranged, from a copy likewise, with the same codes and scales.
+        Raises UserError for tensors that contradict the config or are broken, or lack of space."""
         self._is_fused = method.is_fused
         if self._is_fused:
             self._check_experts(layers)
         matrices = find_matrices(self, method, shapes_of(layers))
+        if not matrices:
+            return
         formats = {name: method.format(name, matrix.shape) for name, matrix in matrices.items()}
         shapes = {name: matrix.shape for name, matrix in matrices.items()}
         total = sum(method.expected(name, shape).nbytes(shape) for name, shape in shapes.items())
@@ -124,7 +126,8 @@ class Checkpoint:
         tensors = lambda: encoded(method, matrices)
         self._origin = f"quantised weights {method.config.data} {shapes}"
         self._take(made_once(self.files, self._origin, tensors, len(shapes), total, progress), formats, shapes)
-        floats = [self.format(name) for name, form in formats.items() if self.format(name).is_dense > form.is_dense]
+        quantised = [name for name, form in formats.items() if not form.is_dense]
+        floats = [self.format(name) for name in quantised if self.format(name).is_dense]
         if floats:
             log.warning(
                 "%s: %d of %d matrices are read in %s: neighbours in their rows have different scales (desc_act), or "
@@ -139,7 +142,7 @@ class Checkpoint:
         """Raises UserError for a tensor of another number of experts than a layer has."""
         experts = max(layer.experts for layer in layers)
         for name, stored in self.tensors.items():
-            if FUSED.fullmatch(name) and stored.shape[:1] != (experts,):
+            if FUSED.fullmatch(name) and (stored.shape[:1] != (experts,) or len(stored.shape) < 2):
                 problem = f"{name!r} in shape {list(stored.shape)}, the config asks for {experts} experts"
                 raise UserError(f"the checkpoint {self.path} has {problem}")
 
