@@ -15,6 +15,7 @@ from h2o_flexgen.engine.model import LoadedModel, load_model, prepare_cpu_loops
 from h2o_flexgen.engine.observer import Observer
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.formats import Format, dtype_name
+from h2o_flexgen.formats.forms import experts_of
 from h2o_flexgen.kernels.linear import int8_operands
 from h2o_flexgen.machine.device import Device
 from h2o_flexgen.machine.profile import Profile
@@ -130,7 +131,10 @@ class EngineArgs:
         """What int8 matmuls read of a model with matrices in these formats; None if matmuls are exact. Raises UserError
         if that is weights as stored, and this CPU cannot."""
         asked = self.in_blocks if self.operands is None else self.operands
-        return int8_operands(formats.values(), cuda, asked) if self.compute == "int8" else None
+        if self.compute != "int8":
+            return None
+        experts = [form for name, form in formats.items() if experts_of(name)[1]]
+        return int8_operands(formats.values(), cuda, asked) | int8_operands(experts, cuda, asked, of_experts=True)
 
     def check_caps(self, cuda: bool) -> None:
         """Raises UserError for a limit that does nothing: without CUDA a search never uses the cpu tier."""

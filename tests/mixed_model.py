@@ -93,7 +93,13 @@ class Mixed(zoo.Tiny):
 
 def build(folder: Path) -> Mixed:
     """The model, saved; to be called while `spec` and `tensors` are in place."""
-    config = {**zoo.LLAMA, "model_type": "llama", "num_hidden_layers": len(WINDOWS), "rms_norm_eps": EPS}
+    config = {
+        **zoo.LLAMA,
+        "model_type": "llama",
+        "num_hidden_layers": len(WINDOWS),
+        "rms_norm_eps": EPS,
+        "hidden_act": "silu",
+    }
     (folder / "config.json").write_text(json.dumps(config))
     generator = torch.Generator().manual_seed(0)
     state = {}

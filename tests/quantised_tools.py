@@ -18,8 +18,9 @@ import zoo
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from h2o_flexgen.formats.forms import names_of
 from h2o_flexgen.models.registry import family, read_spec
-from h2o_flexgen.models.spec import names_of, shapes_of
+from h2o_flexgen.models.spec import shapes_of
 
 #: sizes that words of eight codes divide
 WIDE = dict(hidden_size=64, num_attention_heads=4, intermediate_size=96, moe_intermediate_size=32)

@@ -15,7 +15,9 @@ from safetensors.torch import load_file, save_file
 from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.formats import Int4, Int8, Quantised
+from h2o_flexgen.formats.forms import names_of
 from h2o_flexgen.models.registry import family, read_spec
+from h2o_flexgen.models.spec import compressible
 
 #: widths divisible by groups of 32
 WIDE = dict(hidden_size=64, num_attention_heads=4)
@@ -23,6 +25,7 @@ SIZES = {
     "opt": WIDE | dict(word_embed_proj_dim=64, ffn_dim=96),
     "gpt_neox": WIDE | dict(intermediate_size=96),
     "qwen3": WIDE | dict(intermediate_size=96, head_dim=16),
+    "qwen3_moe": WIDE | dict(intermediate_size=96, moe_intermediate_size=32, head_dim=16),
     "mistral": WIDE | dict(intermediate_size=96, head_dim=16),
 }
 PLACES = {
@@ -39,7 +42,8 @@ def quantised(tiny: zoo.Tiny, kind: str, folder) -> zoo.Tiny:
     spec, state = read_spec(tiny.folder), load_file(tiny.folder / "model.safetensors")
     layers = family(spec.model_type).tensors(spec)
     ends = {*layers[0].shapes, *layers[-1].shapes}
-    for name in [name for layer in layers for name in layer.shapes]:
+    names = [name for layer in compressible(layers) for name in layer]
+    for name in [one for each in names for one in names_of(each) or [each]]:
         stored = next(n for n in (name, *(name.partition(".")[2],)) if n in state)
         w = state[stored]
         if w.dim() == 2:

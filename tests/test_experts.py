@@ -16,10 +16,10 @@ from gguf_tools import apart, write_gguf
 from safetensors.torch import load_file, save_file
 
 from h2o_flexgen import LLM, Policy, SamplingParams, UserError
+from h2o_flexgen.formats.forms import names_of
 from h2o_flexgen.kernels.experts import Routing
 from h2o_flexgen.models import spec as spec_module
 from h2o_flexgen.models.registry import family, read_spec
-from h2o_flexgen.models.spec import names_of
 
 LENGTHS = [5, 17, 9, 2]
 BUDGET = (4, 4)
@@ -72,7 +72,7 @@ def test_rows_that_enter_beside_others(tiny, run):
 
 def read_bytes(model, prompts, monkeypatch, share):
     """Bytes that decode steps read."""
-    monkeypatch.setattr("h2o_flexgen.engine.stores.ALL_EXPERTS", share)
+    monkeypatch.setattr("h2o_flexgen.planning.workload.ALL_EXPERTS", share)
     with LLM(str(model.folder), Policy(len(prompts), percent=(0, 0, 100, 0, 100, 0)), **OPTIONS) as llm:
         llm.generate(prompts, SamplingParams(max_tokens=9, ignore_eos=True))
         return llm.report["decode"]["bytes_moved"]["disk_to_cpu"]

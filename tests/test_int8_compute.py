@@ -59,7 +59,11 @@ def compressed(kind: str) -> str:
     return "int4" if kind == "blocks" else kind
 
 
-@pytest.mark.parametrize("name, kind", [*zip(zoo.FIRST.values(), cycle(KINDS))], indirect=["kind"])
+#: of families without experts, whose matmuls `close_call_free` cannot watch
+NAMES = [name for name in zoo.FIRST.values() if "num_experts_per_tok" not in zoo.CONFIGS[name] and name != "mixtral"]
+
+
+@pytest.mark.parametrize("name, kind", [*zip(NAMES, cycle(KINDS))], indirect=["kind"])
 def test_every_family_gives_the_scores_of_the_oracle(models, name, kind):  # noqa: F811
     tiny, rounded = models(name, kind)
     texts, expected = close_call_free(tiny, rounded.hf, kind)

@@ -162,7 +162,7 @@ VARIANTS = {
         "qwen3_moe_groups_of_3_yarn": dict(**THREE, **YARN, num_experts=6, norm_topk_prob=True),
     },
     "mixtral": {
-        "mixtral": dict(),
+        "mixtral": dict(head_dim=8),
         "mixtral_of_one_expert_tied": dict(num_local_experts=1, num_experts_per_tok=1, tie_word_embeddings=True),
         "mixtral_three_of_eight_linear": dict(**LINEAR, num_local_experts=8, num_experts_per_tok=3, head_dim=8),
         "mixtral_no_groups_llama3": dict(**LLAMA3, num_key_value_heads=4),
@@ -237,6 +237,8 @@ CONFIGS = {name: {**BASE.get(FAMILY[name], LLAMA), **VARIANTS[FAMILY[name]][name
 BY_LENGTH = [name for name in CONFIGS if ("dynamic" in name or "longrope" in name) and FAMILY[name] != "phi3"]
 #: those with layers whose sliding window is shorter than the texts of tests
 WINDOWS = ["mistral_window", "qwen2_window_of_two_layers"]
+#: those whose layers rotate differently
+BY_LAYER = [name for name in CONFIGS if FAMILY[name] == "gemma3_text"]
 #: family -> its first variant
 FIRST = {model_type: next(iter(variants)) for model_type, variants in VARIANTS.items()}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import islice
 from math import prod
 
 import torch
@@ -14,11 +15,13 @@ from h2o_flexgen.engine.sampling import score_rows
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.formats.forms import forms
 from h2o_flexgen.kernels.attention import PLAIN, Softmax
+from h2o_flexgen.kernels.experts import each_of
 from h2o_flexgen.machine import memory
 from h2o_flexgen.machine.device import open_device
+from h2o_flexgen.models.parts import Weights
 from h2o_flexgen.models.registry import family
 from h2o_flexgen.models.rope import Positions
-from h2o_flexgen.models.spec import ModelSpec
+from h2o_flexgen.models.spec import ModelSpec, units_of
 from h2o_flexgen.planning.workload import HEAD_ROWS
 from h2o_flexgen.policy import MARGIN, gib
 from h2o_flexgen.storage.disk import default_root
@@ -90,11 +93,16 @@ class LayerModel:
         self.spec = model.spec
         self._family = family(model.spec.model_type)
         transport = self._transport = Transport(open_device("cpu"), default_root(), overlap=False)
+        units = units_of(model.layers)
+        self._experts = [unit.experts for unit in units]
+        numbers = iter(range(len(units)))
+        self._head = len(units) - 1
+        _, *self._units = [list(islice(numbers, len(layer.units))) for layer in model.layers]  # by layer
         try:
             tiers = {name: "disk" if streams else "gpu" for layer in model.layers for name in layer.shapes}
             formats = {name: model.source.format(name) for name in tiers}
             as_stored = forms(formats, model.dtype, head=model.layers[-1].streamed_shapes)[-1]
-            self._weights = WeightStore(transport, model.dtype, model.layers, as_stored, tiers, model.source, progress)
+            self._weights = WeightStore(transport, model.dtype, units, as_stored, tiers, model.source, progress)
         finally:
             if not streams:
                 transport.close()
@@ -126,23 +134,37 @@ class LayerModel:
         def attend_flat(*qkv: Tensor) -> Tensor:
             return attend(*(x.unflatten(0, (B, T)).transpose(1, 2) for x in qkv)).transpose(1, 2).flatten(0, 1)
 
-        w = self._weights.get(layer + 1)
-        found = self._family.block(self.spec.at(layer), w, hidden.flatten(0, 1), _flat(positions), attend_flat)
+        first, *groups = self._units[layer]
+        through = self._family.attention if groups else self._family.block
+        spec = self.spec.at(layer)
+        found = through(spec, self._weights.get(first), hidden.flatten(0, 1), _flat(positions), attend_flat)
+        if groups:
+            found = self._with_experts(spec, self._weights.get(first), found, groups)
         return found.unflatten(0, (B, T))
+
+    def _with_experts(self, spec: ModelSpec, w: Weights, hidden: Tensor, groups: list[int]) -> Tensor:
+        """Hidden states (N, E) with the outputs of their experts, which are in the units `groups`."""
+        x, routing = self._family.route(spec, w, hidden)
+        total = torch.zeros_like(x)
+        for number in groups:
+            compute = partial(self._family.expert, spec)
+            routing.add(each_of(self._experts[number], self._weights.get(number), compute), x, total)
+        return hidden.add_(total)
 
     def release(self, layer: int) -> None:
         """Free a layer's weights; they are read again when they are needed."""
-        self._weights.release(layer + 1)
+        for number in self._units[layer]:
+            self._weights.release(number)
 
     def log_softmax(self, hidden: Tensor) -> Tensor:
         """Log-probabilities (N, vocabulary) fp32 of what follows the states `hidden` (N, E)."""
-        w = self._weights.get(self.spec.layers + 1)
+        w = self._weights.get(self._head)
         return self._family.logits(self.spec, w, hidden).float().log_softmax(-1)
 
     @torch.inference_mode()
     def logprobs(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """Log-probabilities (B, T) fp32 of the tokens `targets` (B, T) that follow the states `hidden` (B, T, E)."""
-        w = self._weights.get(self.spec.layers + 1)
+        w = self._weights.get(self._head)
         rows = hidden.reshape(-1, hidden.shape[-1])
         found = []
         for states, tokens in zip(rows.split(HEAD_ROWS), targets.reshape(-1).split(HEAD_ROWS)):

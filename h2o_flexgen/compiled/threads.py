@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cache
@@ -49,24 +50,24 @@ def together(works: list[Callable[[], Tensor]]) -> list[Tensor]:
     """The results of functions that run at the same time, each in a single thread, torch's operators included."""
     if len(works) < 2:
         return [work() for work in works]
-    jobs = [_pool(len(works) - 1).submit(_alone, work) for work in works[1:]]
-    try:
-        first = _alone(works[0])
-    finally:
-        wait(jobs)
-    return [first, *(job.result() for job in jobs)]
+    jobs = [_singles(torch.get_num_threads()).submit(_inferred, work) for work in works]
+    wait(jobs)
+    return [job.result() for job in jobs]
 
 
 @torch.inference_mode()
-def _alone(work: Callable[[], Tensor]) -> Tensor:
-    """The number of threads that torch uses belongs to the calling thread, but threads that begin take the last one
-    that was set anywhere."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        return work()
-    finally:
-        torch.set_num_threads(threads)
+def _inferred(work: Callable[[], Tensor]) -> Tensor:
+    return work()
+
+
+@cache
+def _singles(threads: int) -> ThreadPoolExecutor:
+    """Threads in which torch's operators use no other ones. The number belongs to the thread that sets it, but threads
+    that begin later take over the last one: it is set back."""
+    pool = ThreadPoolExecutor(threads, "single", initializer=torch.set_num_threads, initargs=(1,))
+    wait([pool.submit(time.sleep, 0.001) for _ in range(threads)])
+    torch.set_num_threads(threads)
+    return pool
 
 
 @cache

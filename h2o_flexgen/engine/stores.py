@@ -15,15 +15,11 @@ from h2o_flexgen.formats.forms import cache_format
 from h2o_flexgen.kernels.experts import Routing
 from h2o_flexgen.models.spec import units_of
 from h2o_flexgen.planning.execution_plan import ExecutionPlan
-from h2o_flexgen.planning.workload import batch_sizes, group_rows, micro_tokens
+from h2o_flexgen.planning.workload import batch_sizes, group_rows, micro_tokens, read_share
 from h2o_flexgen.storage.activations import ActivationStore
 from h2o_flexgen.storage.kv_store import KVStore
 from h2o_flexgen.storage.transport import Transport
 from h2o_flexgen.storage.weights import WeightStore
-
-#: where tokens are expected to go through this share of a layer's experts or more, all are read: ahead of the router's
-#: answer, which costs less than waiting for it
-ALL_EXPERTS = 0.9
 
 
 class Use(NamedTuple):
@@ -115,9 +111,7 @@ class Prefetcher:
         self.pass_ = pass_
         self._cached_lens = cached_len
         self._homes = [chunk.home for chunk in pass_.chunks]
-        spec = self.stores.model.spec
-        tokens = sum(chunk.size for chunk in pass_.chunks)
-        self._reads_few = spec.experts > 0 and spec.touched(tokens) < ALL_EXPERTS
+        self._reads_few = read_share(self.stores.model.spec, sum(chunk.size for chunk in pass_.chunks)) < 1
         self._uses.clear()
         if not self.stores.has_cache:
             return

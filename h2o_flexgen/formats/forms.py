@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Container
 from typing import NamedTuple
 
@@ -100,7 +101,7 @@ def forms(
     as_stored = {}
     for name, stored in formats.items():
         kept = Dense(dtype) if stored.is_dense else stored
-        operand = _operand(stored, dtype, operands)
+        operand = _operand(name, stored, dtype, operands)
         as_stored[name] = Form(stored, kept, operand, is_sliced=name in head and kept != operand)
     ways = []
     for copies in (True, False) if decodes else ():
@@ -115,11 +116,30 @@ def forms(
     return [*ways, as_stored]
 
 
-def _operand(form: Format, dtype: torch.dtype, operands: dict[str, str] | None) -> Format:
+def experts_of(name: str) -> tuple[str, range]:
+    """The name of a tensor with {} for the numbers of its experts, which are a range such as 16:32 in it, and these;
+    no experts without a range."""
+    before, numbers, after = (re.split(r"\.(\d+:\d+)\.", name) + ["", ""])[:3]
+    return (f"{before}.{{}}.{after}", range(*map(int, numbers.split(":")))) if numbers else (name, range(0))
+
+
+def names_of(name: str) -> list[str]:
+    """The names of the same tensor of each expert in a range; none without a range."""
+    template, experts = experts_of(name)
+    return [template.format(n) for n in experts]
+
+
+def operand_key(form: Format, of_experts: bool) -> str:
+    """Of a format in `operands`: experts, whose matmuls have few rows, may read other operands than other matrices."""
+    return f"{form.name} of experts" if of_experts else form.name
+
+
+def _operand(name: str, form: Format, dtype: torch.dtype, operands: dict[str, str] | None) -> Format:
     if form.is_dense or operands is None:
         return Dense(dtype)
     # blocks of one name may differ in size, and only some of them have a tile
-    is_stored = operands[form.name] == form.name and (form == Int8() or form.tile is not None)
+    key = operand_key(form, of_experts=bool(experts_of(name)[1]))
+    is_stored = operands[key] == form.name and (form == Int8() or form.tile is not None)
     return form if is_stored else Int8()
 
 

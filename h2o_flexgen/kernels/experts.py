@@ -17,6 +17,15 @@ from h2o_flexgen.compiled.threads import together
 Expert = Callable[[Tensor], Tensor]
 
 
+def each_of(group: range, matrices: dict[str, list], compute: Callable[[dict, Tensor], Tensor]) -> dict[int, Expert]:
+    """The experts of a group by their numbers. `matrices`: by short name, of each of them; `compute`: (the tensors of
+    one, rows)."""
+    found = {}
+    for place, expert in enumerate(group):
+        found[expert] = partial(compute, {short: each[place] for short, each in matrices.items()})
+    return found
+
+
 class Routing:
     """The experts of N tokens.
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.formats import Blocks, Dense, Format, Int8, Quantised, dtype_name
+from h2o_flexgen.formats.forms import operand_key
 from h2o_flexgen.kernels import exact, int8
 from h2o_flexgen.kernels.int8 import int8_linears
 from h2o_flexgen.kernels.operands import Int8Weight, SlicedWeight
@@ -116,30 +117,32 @@ def packs_int8() -> bool:
     return rates().packs(INT8) and int8.can_pack()
 
 
-def int8_operands(formats: Iterable[Format], cuda: bool, asked: bool | dict[str, str] | None = None) -> dict[str, str]:
-    """What matmuls in int8 read of matrices in these formats: {name of a quantised format: the same name if they read
-    it as stored, else that of `Int8`}. Blocks are read as stored (`block_tiles`) on CPUs where that is hardly slower,
-    or as `asked`: for all blocks, or for each format, as in an earlier result. Raises UserError if it is asked for and
-    this CPU cannot."""
+def int8_operands(
+    formats: Iterable[Format], cuda: bool, asked: bool | dict[str, str] | None = None, of_experts: bool = False
+) -> dict[str, str]:
+    """What matmuls in int8 read of matrices in these formats: {`operand_key` of a quantised format: its name if they
+    read it as stored, else that of `Int8`}. Blocks are read as stored (`block_tiles`) on CPUs where that is hardly
+    slower, by experts always, or as `asked`: for all blocks, or for each format, as in an earlier result. Raises
+    UserError if it is asked for and this CPU cannot."""
     found: dict[str, str] = {}
     for form in formats:
         if not form.is_dense:
-            found.setdefault(form.name, Int8.name)
-            if _is_read_as_stored(form, cuda, asked):
-                found[form.name] = form.name
+            key = operand_key(form, of_experts)
+            found.setdefault(key, Int8.name)
+            given = asked.get(key) == form.name if isinstance(asked, dict) else asked
+            if _is_read_as_stored(form, cuda, given, of_experts):
+                found[key] = form.name
     return found
 
 
-def _is_read_as_stored(form: Format, cuda: bool, asked: bool | dict[str, str] | None) -> bool:
+def _is_read_as_stored(form: Format, cuda: bool, asked: bool | None, of_experts: bool) -> bool:
     if form == Int8():
         return True
-    if isinstance(asked, dict):
-        asked = asked.get(form.name) == form.name
     if cuda or asked is False or not isinstance(form, Blocks) or form.tile is None:
         return False
     if asked and not int8.takes_blocks():
         raise UserError("`in_blocks`, or the job that is resumed, needs a CPU with AVX2, to multiply weights as stored")
-    return int8.takes_blocks() and (asked or rates().takes_blocks(form.name))
+    return int8.takes_blocks() and (asked or of_experts or rates().takes_blocks(form.name))
 
 
 def always_tiles() -> bool:

@@ -68,7 +68,7 @@ class Profile:
     links: dict[str, Link]  # by name (LINKS); the disk's bypass the page cache, in requests as large as for a KV block
     #: rates of x @ W.T by kind and shape of W, including one more pass over the output (norm, activation or sum) or the
     #: choice of tokens. Kinds: "streamed"; "resident", where resident matrices are packed; "int8" and "int8 resident"
-    #: for int8 arithmetic; "int4" for int8 arithmetic on 4-bit weights
+    #: for int8 arithmetic; "int4" for int8 arithmetic on 4-bit weights; of a group of experts `experts_kind` of these
     matmul: dict[str, dict[Shape, Rates]]
     #: by phase and cache rule; phases: "prefill", "decode", and "cpu" for decode steps on the CPU beside a CUDA device
     attention: dict[str, dict[str, AttentionRates]]
@@ -81,16 +81,22 @@ class Profile:
     crowded: float = 0.0  # fraction of the time that the measuring process waited for a core
     kernels: KernelRates | None = None  # rates by which CPU kernels are chosen; None for CUDA and unmeasured machines
 
-    def matmul_seconds(self, shape: Shape, rows: int, resident: bool = False, codes: str | None = None) -> float:
+    def matmul_seconds(
+        self, shape: Shape, rows: float, resident: bool = False, codes: str | None = None, of_experts: bool = False
+    ) -> float:
         """Of x @ W.T for `rows` rows of x and W of this (out, in) shape.
 
         The rate is that of the measured shape nearest in log-log distance: it predicts unmeasured shapes within 7 % on
         average, interpolating by number of elements within 9 %. `codes`: the name of the weight's format, for int8
-        arithmetic; if that was not measured, the rates of int4, int8 or floats stand in.
+        arithmetic; if that was not measured, the rates of int4, int8 or floats stand in. `of_experts`: it is one of a
+        group of matrices, which are multiplied with rows of their own.
         """
         kinds = [f"{codes} resident"] * resident + [codes, "int4", "int8"] if codes else []
         kinds += ["resident"] * resident
-        tables = next((self.matmul[kind] for kind in kinds if kind in self.matmul), self.matmul["streamed"])
+        kinds += ["streamed"]
+        tables = next(self.matmul[kind] for kind in kinds if kind in self.matmul)
+        if of_experts:
+            tables = tables | next((self.matmul[e] for e in map(experts_kind, kinds) if e in self.matmul), {})
         out, width = shape
         nearest = min(tables, key=lambda s: math.hypot(math.log(s[0] / out), math.log(s[1] / width)))
         return 2 * out * width * rows / interpolate(tables[nearest], rows)
@@ -162,6 +168,11 @@ class Profile:
             return cls.from_dict(data)
         except UserError as e:
             raise UserError(f"{path}: {e}") from None
+
+
+def experts_kind(kind: str) -> str:
+    """The kind of `Profile.matmul` for groups of experts."""
+    return f"{kind} experts"
 
 
 def _rates(table: dict[str, float]) -> Rates:

@@ -10,12 +10,12 @@ A family is one module of pure functions, named after its `model_type`. A new on
     block(spec, w, hidden, positions, attend)   hidden (N, E) -> hidden (N, E)
     logits(spec, w, hidden)                     last hidden states (B, E), contiguous -> logits (B, V)
 
-A family whose layers differ makes its spec with `spec.of_layers`; `block` gets the layer's own.
-
 Layers with a mixture of experts (`Layer.experts`) have three functions instead of `block`; the engine adds what the
 experts return to the hidden states:
 
     attention(spec, w, hidden, positions, attend)   hidden (N, E) -> hidden (N, E)
     route(spec, w, hidden)                          -> x (N, E), which experts read, and the `Routing` of all tokens
     expert(spec, w, x)                              rows of x (n, E) -> (n, E), by the tensors of one expert
+
+A family whose layers differ makes its spec with `spec.of_layers`; these functions get the layer's own.
 """

@@ -17,13 +17,14 @@ from torch import Tensor
 
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.formats import GGUF, Format, dtype_name
+from h2o_flexgen.formats.forms import experts_of
 from h2o_flexgen.formats.matrix import stored_rows
 from h2o_flexgen.models.gguf_file import GGUFTensor, parts, read_model
 from h2o_flexgen.models.gguf_tokenizer import write_tokenizer
 from h2o_flexgen.models.llama import LLAMA3_ROPE
 from h2o_flexgen.models.registry import spec_of
 from h2o_flexgen.models.rope import ORIGINAL, frequencies
-from h2o_flexgen.models.spec import FULL, SLIDING, Config, Layer, Rope, experts_of, shortened
+from h2o_flexgen.models.spec import FULL, SLIDING, Config, Layer, Rope, shortened
 from h2o_flexgen.utils.copies import converted
 from h2o_flexgen.utils.files import OTHER_HOME, cache_root
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import reprlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -186,19 +185,6 @@ def compressible(layers: Iterable[Layer]) -> list[dict[str, tuple[int, ...]]]:
     """{name: shape} per layer of the tensors that may be kept in fewer bits: all but routers, which decide too much."""
     routers = {tensor for layer in layers for short, (tensor, _) in layer.streamed.items() if short.startswith(ROUTER)}
     return [{name: shape for name, shape in layer.shapes.items() if name not in routers} for layer in layers]
-
-
-def experts_of(name: str) -> tuple[str, range]:
-    """The name of a tensor with {} for the numbers of its experts, which are a range such as 16:32 in it, and these;
-    no experts without a range."""
-    before, numbers, after = (re.split(r"\.(\d+:\d+)\.", name) + ["", ""])[:3]
-    return (f"{before}.{{}}.{after}", range(*map(int, numbers.split(":")))) if numbers else (name, range(0))
-
-
-def names_of(name: str) -> list[str]:
-    """The names of the same tensor of each expert in a range; none without a range."""
-    template, experts = experts_of(name)
-    return [template.format(n) for n in experts]
 
 
 def units_of(layers: Iterable[Layer]) -> list[Unit]:

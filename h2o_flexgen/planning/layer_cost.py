@@ -17,7 +17,7 @@ from h2o_flexgen.kernels.attention import prefill_pairs
 from h2o_flexgen.machine.profile import Profile
 from h2o_flexgen.planning.shapes import DECODER, HEAD, Shapes
 from h2o_flexgen.planning.traffic import Amount, Flows, Offloaded, Traffic
-from h2o_flexgen.planning.workload import HEAD_ROWS, Batch, group_rows, matmul_rows
+from h2o_flexgen.planning.workload import HEAD_ROWS, Batch, group_rows, matmul_rows, read_share
 from h2o_flexgen.policy import Policy
 from h2o_flexgen.storage.disk import requests
 from h2o_flexgen.storage.queues import KV_BUFFERS
@@ -74,6 +74,12 @@ class LayerCost:
         embedding, first, *others = map(_matrices, shapes.streamed)
         self.matrices = [embedding | first, *others]
         self.layer_bytes = [sum(map(shapes.nbytes, layer)) for layer in self.matrices]
+        kinds = [tuple((shapes.forms[name], shape) for name, shape in layer.items()) for layer in self.matrices[:-1]]
+        #: {a decoder layer of each kind: fraction of the layers that are of it}
+        self._decoders = {kinds.index(kind): count / len(kinds) for kind, count in Counter(kinds).items()}
+        decoders = [name for layer in self.matrices[:-1] for name in layer]
+        of_experts = sum(shapes.nbytes(name) for name in decoders if name in shapes.experts)
+        self._expert_share = of_experts / sum(map(shapes.nbytes, decoders))
         # resident matrices are packed, except tables whose rows are looked up, and those that are decoded or unpacked
         gathered = {name for layer in shapes.layers for name, _ in layer.gathered.values()}
         self._packed = {name for name, form in shapes.forms.items() if form.is_direct} - gathered
@@ -85,7 +91,11 @@ class LayerCost:
     # seconds of compute
 
     def matmul_seconds(self, layer: int, rows: int, resident: bool = True) -> float:
-        """`rows` rows through the matrices of a layer, together; all of these are resident or all stream."""
+        """`rows` rows through the matrices of a layer, together; all of these are resident or all stream. DECODER is
+        the average decoder layer."""
+        if layer == DECODER:
+            parts = self._decoders.items()
+            return sum(share * self.matmul_seconds(index, rows, resident) for index, share in parts)
         return sum(self._matrix_seconds(name, shape, rows, resident) for name, shape in self.matrices[layer].items())
 
     def _matrix_seconds(self, name: str, shape: tuple[int, ...], rows: int, resident: bool) -> float:
@@ -99,7 +109,7 @@ class LayerCost:
         used = spec.touched(rows)
         each = rows * spec.active / spec.experts / used
         shape = (shape[0] // count, shape[1])
-        return count * used * self.profile.matmul_seconds(shape, each, False, codes)
+        return count * used * self.profile.matmul_seconds(shape, each, codes=codes, of_experts=True)
 
     def _matmuls(self, layer: int, rows: Counter[int], streamed: Amount) -> Amount:
         """Seconds of the matmuls of a layer. `rows`: {rows of a matmul: how many such matmuls}; `streamed`: fraction of
@@ -139,6 +149,8 @@ class LayerCost:
 
     def _decoding(self, layer: int) -> float:
         """Seconds in which a layer's quantised matrices are decoded, or unpacked to int8."""
+        if layer == DECODER:
+            return sum(share * self._decoding(index) for index, share in self._decoders.items())
         seconds = 0.0
         for name, shape in self.matrices[layer].items():
             form = self.shapes.forms[name]
@@ -194,8 +206,12 @@ class LayerCost:
         """What is copied between the host and the device."""
         return data.cpu + self._crosses * data.disk
 
-    def weight_traffic(self, weights: Offloaded) -> Traffic:
-        """`weights`: bytes in memory; a checkpoint of another type has fewer or more on disk."""
+    def weight_traffic(self, weights: Offloaded, tokens: int | None = None) -> Traffic:
+        """`weights`: bytes in memory; a checkpoint of another type has fewer or more on disk. In decoder layers a pass
+        of few `tokens` reads only some of the experts."""
+        if tokens is not None:
+            unread = self._expert_share * (1 - read_share(self.shapes.spec, tokens))
+            weights = Offloaded(*((1 - unread) * each for each in weights))
         return Traffic(disk_to_cpu=self.shapes.stored_ratio * weights.disk, cpu_to_gpu=self._copied(weights))
 
     def _fetched(self, policy: Policy, sequences: Offloaded, nbytes: float) -> Traffic:
@@ -260,7 +276,7 @@ class LayerCost:
         buffered = part.layers * len(groups) * KV_BUFFERS * policy.gpu_batch_size
         return Flows(
             matmuls + attention + dispatch + self.conversion(part.weights),
-            self.weight_traffic(part.weights),
+            self.weight_traffic(part.weights, sum(sizes)),
             cache_in=self.shapes.mean(partial(staged, part.cache.disk, copied)) + Traffic(cpu_to_gpu=context),
             write_back=self.shapes.mean(written),
             matmuls=matmuls,

@@ -20,6 +20,9 @@ WINDOW_BLOCKS = 4
 HEAD_ROWS = 128
 #: rows of logits that are turned into tokens at once
 SAMPLE_ROWS = 16
+#: where tokens are expected to go through this share of a layer's experts or more, all are read: ahead of the router's
+#: answer, which costs less than waiting for it
+ALL_EXPERTS = 0.9
 #: rows that go through the matmuls of a decode step together, if their batches are smaller: the rate of a matmul grows
 #: up to about this many (docs/benchmarks/engine_gemm.json)
 GROUP_ROWS = 128
@@ -96,6 +99,12 @@ def group_rows(spec: ModelSpec) -> int:
     """Rows that go through the matmuls of a decode step together: enough for GROUP_ROWS of each expert, if there are
     experts."""
     return GROUP_ROWS * spec.experts // spec.active if spec.experts else GROUP_ROWS
+
+
+def read_share(spec: ModelSpec, tokens: int) -> float:
+    """The fraction of its experts that a pass of so many tokens reads."""
+    touched = spec.touched(tokens) if spec.experts else 1.0
+    return touched if touched < ALL_EXPERTS else 1.0
 
 
 def matmul_rows(sizes: Sequence[int], most: int = GROUP_ROWS) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import cycle, product
 from math import prod
 from statistics import median
@@ -17,6 +18,7 @@ from h2o_flexgen.formats import GGUF, Dense, Format, Int4, Int8, KVFormat, Quant
 from h2o_flexgen.kernels import int8
 from h2o_flexgen.kernels.attention import prefill_pairs
 from h2o_flexgen.kernels.exact import pack
+from h2o_flexgen.kernels.experts import Routing
 from h2o_flexgen.kernels.linear import linear, packs, packs_int8
 from h2o_flexgen.kernels.operands import Int8Weight
 from h2o_flexgen.kernels.rates import INT4, INT8
@@ -25,7 +27,8 @@ from h2o_flexgen.kv_cache.layout import KVTensors
 from h2o_flexgen.kv_cache.rule import Rows
 from h2o_flexgen.machine import memory
 from h2o_flexgen.machine.device import Device, open_device
-from h2o_flexgen.machine.profile import GROUP, AttentionRates, Profile, Shape
+from h2o_flexgen.machine.profile import GROUP, AttentionRates, Profile, Shape, experts_kind
+from h2o_flexgen.models.parts import mlp
 from h2o_flexgen.models.registry import family, spec_of
 from h2o_flexgen.models.rope import Positions
 from h2o_flexgen.planning.workload import HEAD_ROWS
@@ -43,6 +46,9 @@ CONFIG_SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_
 #: cached: as small as a model can be that is worth running
 SMALL_LAYER = (512, 1536, 8, 2, 64, 64)
 SMALL_CACHE = 128
+#: experts in a group that is measured, and the rows of each
+EXPERTS = 16
+EXPERT_ROWS = (1, 4, 16, 64, 256)
 #: a matrix that is this many times taller than wide is a vocabulary head
 HEAD_RATIO = 16
 #: elements of the largest block of a format
@@ -63,6 +69,7 @@ class Scale:
     shapes: tuple[Shape, ...] = ((768, 768), (2048, 2048), (8192, 2048), (2048, 8192), (50272, 768))
     #: of the matmuls with each matrix; with a head, no more than the engine puts through it at once
     rows: tuple[int, ...] = (1, 4, 16, 32, 64, 128, 256, 1024)
+    expert: Shape = (768, 2048)  # (inner, hidden) of experts
     weight_bytes: int = 1 << 27  # of the matrices of a shape, which take turns: each is read from memory, not a cache
     prompt: int = 512  # tokens of a prompt in attention
     short: int = 32  # of one so short that the constant cost of a head shows
@@ -101,7 +108,7 @@ def measure_compute(device: Device, dtype: torch.dtype, scale: Scale) -> dict:
         rates[phase] = {rule: attention_rates(on, dtype, phase, rule, amount) for rule in MEASURED}
     return {
         "step_seconds": call_seconds(device, small_layer(device, dtype), scale),
-        "matmul": matmul_rates(device, dtype, scale, tiny),
+        "matmul": matmul_rates(device, dtype, scale, tiny) | expert_rates(device, dtype, scale),
         "decode": {form.name: decode_rate(device, dtype, form, scale) for form in (Int8(), *blocks)},
         "unpack": {form.name: decode_rate(device, dtype, form, scale, to_int8=True) for form in blocks},
         "attention": rates,
@@ -137,11 +144,10 @@ def matmul_rates(
 ) -> dict[str, dict[Shape, dict[int, float]]]:
     """Flops per second by kind, shape and rows: of streamed weights, of resident ones where these are packed, and of
     those in int8. `dispatch`: seconds that any matmul takes, which count as part of a step."""
-    kinds = {"streamed": (dtype, False), INT8: (INT8, False)}
+    kinds = streamed_kinds(device, dtype)
     if not device.is_cuda:
         kinds |= {"resident": (dtype, True)} if packs(dtype) else {}
         kinds |= {f"{INT8} resident": (INT8, True)} if packs_int8() else {}
-        kinds |= {INT4: (INT4, False)} if int8.takes_blocks() else {}
     found = {kind: {} for kind in kinds}
     for (kind, (stored, is_packed)), shape in product(kinds.items(), shapes_with_room(device, dtype, scale)):
         weights = _weights(device, stored, shape, scale.weight_bytes, is_packed)
@@ -151,6 +157,38 @@ def matmul_rates(
                 seconds = call_seconds(device, matmul_call(device, dtype, rows, shape, weights), scale)
                 found[kind][shape][rows] = 2 * prod(shape) * rows / remainder(seconds, dispatch)
         del weights
+    return found
+
+
+def streamed_kinds(device: Device, dtype: torch.dtype) -> dict[str, tuple[torch.dtype | str, bool]]:
+    """{kind: (what its weights are, whether they are packed)} of weights that stream."""
+    kinds = {"streamed": (dtype, False), INT8: (INT8, False)}
+    return kinds | {INT4: (INT4, False)} if not device.is_cuda and int8.takes_blocks() else kinds
+
+
+def expert_rates(device: Device, dtype: torch.dtype, scale: Scale) -> dict[str, dict[Shape, dict[int, float]]]:
+    """Flops per second of groups of experts, by kind, shape and the rows of each."""
+    kinds = streamed_kinds(device, dtype).items()
+    return {
+        experts_kind(kind): {scale.expert: _expert_rates(device, dtype, stored, scale)} for kind, (stored, _) in kinds
+    }
+
+
+def _expert_rates(device: Device, dtype: torch.dtype, stored: torch.dtype | str, scale: Scale) -> dict[int, float]:
+    inner, hidden = scale.expert
+    sizes = {"hidden_size": hidden, "intermediate_size": inner, "num_attention_heads": 1}
+    spec = spec_of({"model_type": "llama", "num_hidden_layers": 1, "vocab_size": 1, **sizes}, "the experts")
+    shapes = {"gate.weight": (inner, hidden), "up.weight": (inner, hidden), "down.weight": (hidden, inner)}
+    weights = [{name: _weights(device, stored, shape, 0)[0] for name, shape in shapes.items()} for _ in range(EXPERTS)]
+    experts = {n: partial(mlp, spec, w) for n, w in enumerate(weights)}
+    found = {}
+    for rows in EXPERT_ROWS:
+        x = torch.randn(rows * EXPERTS, hidden, device=device.torch_device).to(dtype)
+        ids = torch.arange(len(x), device=device.torch_device).remainder(EXPERTS)[:, None]
+        routing = Routing(ids, torch.ones_like(ids, dtype=torch.float32))
+        total = torch.zeros_like(x)
+        seconds = call_seconds(device, partial(routing.add, experts, x, total), scale)
+        found[rows] = 6 * prod(scale.expert) * len(x) / seconds
     return found
 
 

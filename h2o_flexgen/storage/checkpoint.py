@@ -16,12 +16,13 @@ from torch import Tensor
 
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.formats import Dense, Format, Quantised, convert
+from h2o_flexgen.formats.forms import names_of
 from h2o_flexgen.machine.device import as_numpy
 from h2o_flexgen.models.folder import describe_choice, describe_unreadable, weight_files
 from h2o_flexgen.models.gguf import in_place, is_gguf
 from h2o_flexgen.models.gguf_file import parts
 from h2o_flexgen.models.quantised import Method
-from h2o_flexgen.models.spec import Layer, names_of, shapes_of
+from h2o_flexgen.models.spec import Layer, shapes_of
 from h2o_flexgen.policy import gib
 from h2o_flexgen.storage.convert import bins_to_safetensors, gguf_to_safetensors, made_once
 from h2o_flexgen.storage.disk import DiskIO, File, wait

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.errors import UserError, reason
+from h2o_flexgen.formats.forms import names_of
 from h2o_flexgen.models.quantised import Method
 from h2o_flexgen.models.quantised.method import module_of
-from h2o_flexgen.models.spec import names_of
 from h2o_flexgen.storage.disk import DiskIO
 from h2o_flexgen.storage.stored import CODES, Part, Stored, whole
 from h2o_flexgen.utils import interrupts

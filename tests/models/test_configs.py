@@ -292,11 +292,9 @@ def test_old_and_new_spelling_of_rope_are_one_spec(model_type, rope_type):
         config_of(model_type, rope_scaling={key: rope_type, **scaling}, **more, **partial, **{theta: 5e5})
         for key in ("type", "rope_type")
     ]
-    parameters = {"rope_type": rope_type, "rope_theta": 5e5, **scaling}
-    if neox:
-        parameters["partial_rotary_factor"] = 0.5
-    else:
-        more |= partial
+    new_partial = {"partial_rotary_factor": 0.5} if neox else {}
+    parameters = {"rope_type": rope_type, "rope_theta": 5e5, **scaling, **new_partial}
+    more |= {} if neox else partial
     new = config_of(model_type, rope_parameters=of_family(model_type, parameters), **more)
     transformers = transformers_config(old[1])
     specs = [spec_of(config) for config in (*old, new, json.loads(transformers.to_json_string()))]

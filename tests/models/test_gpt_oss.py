@@ -18,11 +18,11 @@ from h2o_flexgen import LLM, Policy, SamplingParams, UserError
 from h2o_flexgen.commands.main import main
 from h2o_flexgen.engine.model import load_model
 from h2o_flexgen.formats import GGUF, Dense, Int8
+from h2o_flexgen.formats.forms import names_of
 from h2o_flexgen.models import spec as spec_module
 from h2o_flexgen.models.gpt_oss import MXFP4
 from h2o_flexgen.models.inspect import find
 from h2o_flexgen.models.registry import read_method, stored_dtype
-from h2o_flexgen.models.spec import names_of
 from h2o_flexgen.storage.disk import DiskIO
 
 SIZES = dict(hidden_size=64, intermediate_size=96, num_local_experts=5)

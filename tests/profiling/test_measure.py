@@ -31,6 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 TINY = Scale(
     shapes=((64, 64), (256, 64), (1024, 64)),
     rows=(1, 512),
+    expert=(64, 64),
     weight_bytes=0,
     prompt=32,
     short=4,
@@ -53,6 +54,9 @@ def test_a_measured_profile_is_a_profile(tmp_path, dtype):
     assert profile.machine["cores"] >= 1
     assert list((tmp_path / "offload").iterdir()) == []
     assert profile.kernels == (None if dtype == torch.float32 else KERNELS)
+    groups = {kind: profile.matmul.pop(kind) for kind in [*profile.matmul] if kind.endswith("experts")}
+    assert groups.keys() == {f"{kind} experts" for kind in profile.matmul if "resident" not in kind}
+    assert all(tables.keys() == {(64, 64)} for tables in groups.values())
     for kind, tables in profile.matmul.items():
         rows = {shape: list(rates) for shape, rates in tables.items()}
         both = [1] if kind.startswith("int") else [1, 512]  # every second one

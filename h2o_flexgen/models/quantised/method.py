@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.formats import Blocks, Dense, Format, Shape
+from h2o_flexgen.formats.forms import names_of
 from h2o_flexgen.formats.layout import HALF, SINGLE, Bits, Layout, Numbers, halves
-from h2o_flexgen.models.spec import Config, Layer, compressible, names_of, shortened
+from h2o_flexgen.models.spec import Config, Layer, compressible, shortened
 
 #: the largest block: it divides the inputs that int8 matmuls scale at once
 MOST_BLOCK = 128
