@@ -17,7 +17,8 @@ from h2o_flexgen.formats import GGUF
 
 
 def apart(state: dict) -> dict:
-    """A state dict of transformers with each matrix and bias of a gpt-oss's experts by itself, rows being outputs."""
+    """A state dict of transformers with each matrix and bias of a gpt-oss's experts by itself, rows being outputs:
+    views, which are not contiguous."""
     found = {}
     for name, tensor in state.items():
         before, fused, bias = (re.split(r"(?<=experts)\.(gate_up|down)_proj(_bias)?$", name) + ["", ""])[:3]
@@ -28,7 +29,7 @@ def apart(state: dict) -> dict:
         modules = {"gate": rows[:, ::2], "up": rows[:, 1::2]} if fused == "gate_up" else {"down": rows}
         end = "bias" if bias else "weight"
         for module, experts in modules.items():
-            found |= {f"{before}.{n}.{module}_proj.{end}": expert.contiguous() for n, expert in enumerate(experts)}
+            found |= {f"{before}.{n}.{module}_proj.{end}": expert for n, expert in enumerate(experts)}
     return found
 
 

@@ -104,6 +104,7 @@ def test_a_gguf_file(tmp_path, name, kind):
     changes, arch = MODELS[name]
     model = zoo.build(name, tmp_path / "checkpoint", **changes)
     state = apart(load_file(model.folder / "model.safetensors"))
+    state = {key: tensor.contiguous() for key, tensor in state.items()}
     for key, tensor in state.items():
         if tensor.dim() > 1 and not key.endswith(("gate.weight", "router.weight")):
             state[key] = torch.from_numpy(gguf.dequantize(gguf.quantize(tensor.numpy(), kind), kind)).view(tensor.shape)

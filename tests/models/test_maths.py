@@ -40,7 +40,8 @@ def layers_of(spec):
 
 
 def checkpoint(model):
-    return apart(load_file(model.folder / "model.safetensors"))
+    state = apart(load_file(model.folder / "model.safetensors"))
+    return {name: tensor.contiguous() for name, tensor in state.items()}
 
 
 def layer_weights(state, layer):
