@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.formats import GGUF, Format, Shape
-from h2o_flexgen.models.quantised.method import Method, nibbles, packed, texts
+from h2o_flexgen.models.quantised.method import Method, texts
 from h2o_flexgen.models.spec import Config
 
 #: elements that share a scale
@@ -52,5 +52,6 @@ def ggml_blocks(blocks: Tensor, scales: Tensor) -> Tensor:
     """
     if (scales == 255).any():
         raise ValueError("a scale is NaN: is the checkpoint broken?")
-    codes = packed(nibbles(blocks).reshape(1, -1), 32)
-    return torch.cat([scales.reshape(1, -1, 1), codes], -1).flatten()
+    first, second = blocks.chunk(2, -1)  # elements 0 to 15, which become lower bits, and 16 to 31
+    codes = torch.stack([first & 15 | second << 4, first >> 4 | second & 240], -1).flatten(-2)
+    return torch.cat([scales[..., None], codes], -1).flatten()
