@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import sys
@@ -14,6 +15,7 @@ from safetensors import SafetensorError
 
 from bench.rows import DEMO
 from h2o_flexgen.formats import GGUF
+from h2o_flexgen.formats.layout import EXPONENT
 from h2o_flexgen.models.registry import family, named_config, spec_of
 from h2o_flexgen.models.source import find_model
 from h2o_flexgen.storage.dummy import DummyCheckpoint
@@ -24,6 +26,8 @@ SHARD = 1 << 30
 POOL = (1 << 24) - 3
 #: standard deviation of random weights
 STD = 0.02
+#: the exponent that stands for a scale of 1
+UNIT = 128
 
 
 def checkpoint(model: str, kind: str, dtype: str, folder: Path) -> Path:
@@ -79,8 +83,8 @@ def write_checkpoint(config: dict, folder: Path, dtype: str) -> Path:
 
 
 def write_gguf(config: dict, path: Path, kind: str) -> None:
-    """Write a LLaMA, or a mixture of experts, with random matrices of type `kind`, random routers and vectors of ones
-    in fp32, without a tokenizer."""
+    """Write a LLaMA, or a mixture of experts, with random matrices of type `kind`, and in fp32 random routers, biases
+    and sinks and norms of ones, without a tokenizer."""
     import gguf
 
     spec = spec_of(config)
@@ -93,6 +97,11 @@ def write_gguf(config: dict, path: Path, kind: str) -> None:
     if spec.experts:
         sizes |= {"expert_count": spec.experts, "expert_used_count": spec.active}
         sizes |= {"expert_feed_forward_length": spec.expert_inner}
+    if spec.model_type == "gpt_oss":
+        rope = config["rope_scaling"]
+        sizes |= {"sliding_window": config.get("sliding_window", 128), "rope_scaling_factor": rope["factor"]}
+        sizes |= {"rope_scaling_orig_ctx_len": rope["original_max_position_embeddings"]}
+        sizes |= {"rope_scaling_type": gguf.RopeScalingType.YARN}
     for name, value in ({"tokenizer_model": "none", "layer_norm_rms_eps": spec.eps} | sizes).items():
         getattr(writer, f"add_{name}")(value)
     names = gguf.get_tensor_name_map(next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == arch), spec.layers)
@@ -101,6 +110,7 @@ def write_gguf(config: dict, path: Path, kind: str) -> None:
     for layer in family(spec.model_type).tensors(spec):
         stacks = {name.replace(".{}", ""): (layer.experts, *shape) for name, shape in layer.expert.values()}
         for name, shape in (layer.units[0].shapes | stacks).items():
+            name = f"{name}.weight" if name.endswith(".sinks") else name
             module, _, part = name.rpartition(".")
             gguf_name = f"{names.get_name(module)}.{part}"
             if gguf_name in stored:  # the head is tied to the embedding
@@ -108,7 +118,7 @@ def write_gguf(config: dict, path: Path, kind: str) -> None:
             raw = None
             own = "F32"
             dtype = np.dtype(np.float32)
-            if len(shape) > 1 and "ffn_gate_inp" not in gguf_name:
+            if len(shape) > 1 and part == "weight" and "ffn_gate_inp" not in gguf_name:
                 own = type_of(gguf_name, kind, spec)
                 raw = gguf.GGMLQuantizationType[own]
                 dtype = np.dtype(np.uint8)
@@ -118,11 +128,12 @@ def write_gguf(config: dict, path: Path, kind: str) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    for n, (shape, own) in enumerate(stored.values()):
-        data = np.ones(shape, np.float32)
-        if len(shape) > 1 and own == "F32":
+    for n, (name, (shape, own)) in enumerate(stored.items()):
+        if "norm" in name:
+            data = np.ones(shape, np.float32)
+        elif own == "F32":
             data = np.random.default_rng(n).normal(0, STD, shape).astype(np.float32)
-        elif len(shape) > 1:
+        else:
             data = np.resize(pool, shape)
             set_scales(data.reshape(-1, GGUF[own].layout.nbytes), own)
         writer.write_tensor_data(data)
@@ -130,7 +141,9 @@ def write_gguf(config: dict, path: Path, kind: str) -> None:
 
 
 def type_of(name: str, kind: str, spec) -> str:
-    """The GGUF type of a matrix in a file of this kind. Q4_K_M: llama.cpp's mixture."""
+    """The GGUF type of a matrix in a file of this kind. Q4_K_M: llama.cpp's mixture; MXFP4: only experts are."""
+    if kind == "MXFP4":
+        return kind if "_exps" in name else "Q8_0"
     if kind != "Q4_K_M":
         return kind
     if name == ("token_embd.weight" if spec.tied else "output.weight"):
@@ -150,6 +163,11 @@ def set_scales(blocks: np.ndarray, kind: str) -> None:
 
     layout = GGUF[kind].layout
     sample = blocks[:512].copy()
+    if layout.scale_kind == EXPONENT:  # of codes that average to 0
+        sample[:, layout.scale_at] = UNIT
+        std = float(gguf.dequantize(sample, gguf.GGMLQuantizationType[kind]).std())
+        blocks[:, layout.scale_at] = UNIT + round(math.log2(STD / std))
+        return
     places = [layout.scale_at] + ([] if layout.minimum_at is None else [layout.minimum_at])
 
     def moments(values: list[float]) -> tuple[float, float]:

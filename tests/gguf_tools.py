@@ -16,6 +16,23 @@ from safetensors.torch import load_file
 from h2o_flexgen.formats import GGUF
 
 
+def apart(state: dict) -> dict:
+    """A state dict of transformers with each matrix and bias of a gpt-oss's experts by itself, rows being outputs:
+    views, which are not contiguous."""
+    found = {}
+    for name, tensor in state.items():
+        before, fused, bias = (re.split(r"(?<=experts)\.(gate_up|down)_proj(_bias)?$", name) + ["", ""])[:3]
+        if not fused:
+            found[name] = tensor
+            continue
+        rows = tensor if bias else tensor.transpose(1, 2)
+        modules = {"gate": rows[:, ::2], "up": rows[:, 1::2]} if fused == "gate_up" else {"down": rows}
+        end = "bias" if bias else "weight"
+        for module, experts in modules.items():
+            found |= {f"{before}.{n}.{module}_proj.{end}": expert for n, expert in enumerate(experts)}
+    return found
+
+
 def stacked(state: dict) -> dict:
     """A state dict with the matrices of a layer's experts as one tensor."""
     found = {}
@@ -53,7 +70,7 @@ def write_gguf(
     writer.add_key_length(head_dim)
     writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    if arch in ("gemma2", "gemma3", "phi3"):
+    if arch in ("gemma2", "gemma3", "phi3", "gpt-oss"):
         writer.add_sliding_window(config.sliding_window or 0)
     if arch == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
@@ -64,6 +81,10 @@ def write_gguf(
     if rope["rope_type"] == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(rope["factor"])
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
     if hasattr(config, "num_local_experts"):
         writer.add_expert_count(config.num_local_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
@@ -75,11 +96,12 @@ def write_gguf(
     names = gguf.get_tensor_name_map(
         next(a for a, text in gguf.MODEL_ARCH_NAMES.items() if text == arch), config.num_hidden_layers
     )
-    for name, tensor in stacked(load_file(tiny.folder / "model.safetensors")).items():
+    for name, tensor in stacked(apart(load_file(tiny.folder / "model.safetensors"))).items():
+        name = f"{name}.weight" if name.endswith(".sinks") else name
         module, _, part = name.rpartition(".")
         data = as_llama_cpps(module, tensor, config, arch).float().numpy()
         stored = Type.F32
-        if data.ndim > 1:
+        if data.ndim > 1 and part == "weight":
             stored = next((other for ending, other in (others or {}).items() if module.endswith(ending)), kind)
         writer.add_tensor(f"{names.get_name(module)}.{part}", quantised(data, stored), raw_dtype=stored)
     if rope["rope_type"] == "llama3":  # its frequencies are a tensor

@@ -680,6 +680,23 @@ class ExpertsOracle(LlamaOracle):
         return found
 
 
+class GptOssOracle(ExpertsOracle):
+    """gpt-oss."""
+
+    def _token_mlp(self, at, x):
+        logits = self.linear(f"{at}.router", x)
+        chosen = logits.argsort(descending=True)[: self.config.num_experts_per_tok]
+        limit = self.config.swiglu_limit
+        found = torch.zeros_like(x)
+        for e, share in zip(chosen.tolist(), logits[chosen].softmax(-1)):
+            both = x @ self.w[f"{at}.experts.gate_up_proj"][e] + self.w[f"{at}.experts.gate_up_proj_bias"][e]
+            gate = both[::2].clamp(max=limit)
+            up = both[1::2].clamp(-limit, limit)
+            inner = (up + 1) * gate / (1 + torch.exp(-self.config.swiglu_alpha * gate))
+            found += share * (inner @ self.w[f"{at}.experts.down_proj"][e] + self.w[f"{at}.experts.down_proj_bias"][e])
+        return found
+
+
 class NeoXOracle(Oracle):
     """GPT-NeoX."""
 
@@ -773,6 +790,7 @@ ORACLES = {
     "phi3": Phi3Oracle,
     "qwen3_moe": ExpertsOracle,
     "mixtral": ExpertsOracle,
+    "gpt_oss": GptOssOracle,
 }
 
 

@@ -18,8 +18,12 @@ import zoo
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from h2o_flexgen.formats.forms import names_of
+from h2o_flexgen.models.registry import family, read_spec
+from h2o_flexgen.models.spec import shapes_of
+
 #: sizes that words of eight codes divide
-WIDE = dict(hidden_size=64, num_attention_heads=4, intermediate_size=96)
+WIDE = dict(hidden_size=64, num_attention_heads=4, intermediate_size=96, moe_intermediate_size=32)
 GROUP = 32
 NF4 = (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635)
 NF4 += (-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725)
@@ -212,12 +216,15 @@ CASES = {
     "nf4 nested": Case(NF4_CONFIG | {"bnb_4bit_use_double_quant": True}, four_bits("nf4", nested=True)),
     "fp4": Case(NF4_CONFIG | {"bnb_4bit_quant_type": "fp4"}, four_bits("fp4")),
     "int8": Case(INT8, eight_bits),
+    "gptq of experts": Case(GPTQ, gptq(), "qwen3_moe", only="_proj"),
+    "fp8 of experts": Case(BLOCKS, fp8("block", dtype=torch.bfloat16), "qwen3_moe", only="_proj"),
+    "int8 of experts": Case(INT8, eight_bits, "qwen3_moe", only="_proj"),
 }
 
 
 class Checkpoint(NamedTuple):
     tiny: zoo.Tiny  # with the values that the matrices stand for
-    matrices: dict[str, Tensor]  # these values by name
+    matrices: dict[str, Tensor]  # these values by name; of a group of experts below each other
 
 
 def build(case: Case, plain: zoo.Tiny, folder: Path) -> Checkpoint:
@@ -241,6 +248,10 @@ def build(case: Case, plain: zoo.Tiny, folder: Path) -> Checkpoint:
     shutil.copytree(plain.folder, folder)
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
     change_config(folder, quantization_config=case.config)
+    spec = read_spec(folder)
+    for name in shapes_of(family(spec.model_type).tensors(spec)):
+        if experts := [matrices.pop(each) for each in names_of(name)]:
+            matrices[name] = torch.cat(experts)
     return Checkpoint(zoo.Tiny(folder.name, model, folder), matrices)
 
 

@@ -9,14 +9,15 @@ import shutil
 import pytest
 import torch
 import zoo
+from gguf_tools import apart
 from int8_oracle import in_blocks
 from safetensors.torch import load_file, save_file
 
 from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.formats import Int4, Int8, Quantised
+from h2o_flexgen.formats.forms import names_of
 from h2o_flexgen.models.registry import family, read_spec
-from h2o_flexgen.storage.checkpoint import names_of
 
 #: widths divisible by groups of 32
 WIDE = dict(hidden_size=64, num_attention_heads=4)
@@ -39,21 +40,19 @@ def quantised(tiny: zoo.Tiny, kind: str, folder) -> zoo.Tiny:
     """The model in fp32 with the values that compressed weights stand for; "blocks" is int4 as matmuls in int8 round it
     where they read blocks directly."""
     spec, state = read_spec(tiny.folder), load_file(tiny.folder / "model.safetensors")
+    matrices = apart(state)
     layers = family(spec.model_type).tensors(spec)
     ends = {*layers[0].shapes, *layers[-1].shapes}
     names = [name for layer in layers for name in layer.compressible]
     for name in [one for each in names for one in names_of(each) or [each]]:
-        stored = next(n for n in (name, *(name.partition(".")[2],)) if n in state)
-        w = state[stored]
+        stored = next(n for n in (name, *(name.partition(".")[2],)) if n in matrices)
+        w = matrices[stored]
         if w.dim() == 2:
             form = Int8() if kind == "int8" or name in ends else Int4(64 if w.shape[1] % 64 == 0 else 32)
             raw = torch.empty(form.nbytes(tuple(w.shape)), dtype=torch.uint8)
-            form.encode(w, raw)
+            form.encode(w.contiguous(), raw)
             matrix = Quantised(form, raw, tuple(w.shape))
-            if kind == "blocks" and form != Int8():
-                w.copy_(in_blocks(matrix))
-            else:
-                matrix.decode(w)
+            w.copy_(in_blocks(matrix) if kind == "blocks" and form != Int8() else matrix.to(w.dtype))
     shutil.copytree(tiny.folder, folder)
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
     from transformers import AutoModelForCausalLM

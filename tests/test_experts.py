@@ -12,14 +12,14 @@ import pytest
 import torch
 import zoo
 from gguf import GGMLQuantizationType as Type
-from gguf_tools import write_gguf
+from gguf_tools import apart, write_gguf
 from safetensors.torch import load_file, save_file
 
 from h2o_flexgen import LLM, Policy, SamplingParams, UserError
+from h2o_flexgen.formats.forms import names_of
 from h2o_flexgen.kernels.experts import Routing
 from h2o_flexgen.models import spec as spec_module
 from h2o_flexgen.models.registry import family, read_spec
-from h2o_flexgen.storage.checkpoint import names_of
 
 LENGTHS = [5, 17, 9, 2]
 BUDGET = (4, 4)
@@ -30,6 +30,7 @@ SIZES = dict(hidden_size=64, intermediate_size=96, num_attention_heads=4, num_ke
 MODELS = {
     "qwen3_moe": (SIZES | {"moe_intermediate_size": 32}, "qwen3moe"),
     "mixtral": (SIZES, "llama"),
+    "gpt_oss": (SIZES, "gpt-oss"),
 }
 
 
@@ -88,18 +89,27 @@ def test_experts_without_a_token_are_not_read(tmp_path, monkeypatch):
     assert read_bytes(model, many, monkeypatch, share=0.9) == read_bytes(model, many, monkeypatch, share=0.0)
 
 
-@pytest.mark.parametrize("kind", [Type.Q8_0, Type.Q4_0, Type.F16], ids=lambda kind: kind.name)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name, kind",
+    [
+        ("qwen3_moe", Type.Q8_0),
+        ("qwen3_moe", Type.Q4_0),
+        ("qwen3_moe", Type.F16),
+        ("mixtral", Type.Q8_0),
+        ("gpt_oss", Type.MXFP4),
+    ],
+)
 def test_a_gguf_file(tmp_path, name, kind):
     """Experts in stacks, which are read in place where they are quantised."""
     changes, arch = MODELS[name]
     model = zoo.build(name, tmp_path / "checkpoint", **changes)
-    state = load_file(model.folder / "model.safetensors")
+    state = apart(load_file(model.folder / "model.safetensors"))
+    state = {key: tensor.contiguous() for key, tensor in state.items()}
     for key, tensor in state.items():
-        if tensor.dim() > 1 and not key.endswith("gate.weight"):
+        if tensor.dim() > 1 and not key.endswith(("gate.weight", "router.weight")):
             state[key] = torch.from_numpy(gguf.dequantize(gguf.quantize(tensor.numpy(), kind), kind)).view(tensor.shape)
     save_file(state, model.folder / "model.safetensors", metadata={"format": "pt"})
-    path = write_gguf(tmp_path / "model.gguf", model, kind, arch, others={".gate": Type.F32})
+    path = write_gguf(tmp_path / "model.gguf", model, kind, arch, others={".gate": Type.F32, ".router": Type.F32})
     prompts = model.prompts(LENGTHS)
     found = []
     for source, policy in ((model.folder, Policy(4)), (path, Policy(4)), (path, Policy(2, 2, **ON_DISK))):

@@ -67,6 +67,8 @@ BASE = {
 }
 BASE["gemma2"] = {**LLAMA, "head_dim": 8, "sliding_window": 12, "query_pre_attn_scalar": 11}
 BASE["gemma3_text"] = {**BASE["gemma2"], "num_hidden_layers": 3, "sliding_window_pattern": 3, "sliding_window": 7}
+BASE["gpt_oss"] = {**LLAMA, "intermediate_size": 12, "num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 8}
+BASE["gpt_oss"] |= {"sliding_window": 9}
 BASE["phi3"] = {**LLAMA, "pad_token_id": 0, "original_max_position_embeddings": 128}
 LINEAR = dict(rope_theta=5e3, rope_scaling={"type": "linear", "factor": 2.5})
 #: texts are longer than 16 positions
@@ -164,6 +166,16 @@ VARIANTS = {
         "mixtral_of_one_expert_tied": dict(num_local_experts=1, num_experts_per_tok=1, tie_word_embeddings=True),
         "mixtral_three_of_eight_linear": dict(**LINEAR, num_local_experts=8, num_experts_per_tok=3, head_dim=8),
         "mixtral_no_groups_llama3": dict(**LLAMA3, num_key_value_heads=4),
+    },
+    "gpt_oss": {
+        "gpt_oss": dict(),
+        "gpt_oss_one_of_seven_tied": dict(num_local_experts=7, num_experts_per_tok=1, tie_word_embeddings=True),
+        "gpt_oss_groups_of_3_windows_everywhere_linear": dict(
+            **THREE, **LINEAR, layer_types=[SLIDING] * 2, swiglu_limit=1.5, swiglu_alpha=1.2, head_dim=10
+        ),
+        "gpt_oss_groups_of_8_no_biases": dict(
+            **EIGHT, attention_bias=False, layer_types=[FULL, SLIDING], num_local_experts=3, num_experts_per_tok=3
+        ),
     },
     "gpt_neox": {
         "gpt_neox": dict(rotary_pct=0.5),

@@ -123,6 +123,12 @@ def experts_of(name: str) -> tuple[str, range]:
     return (f"{before}.{{}}.{after}", range(*map(int, numbers.split(":")))) if numbers else (name, range(0))
 
 
+def names_of(name: str) -> list[str]:
+    """The names of the same tensor of each expert in a range; none without a range."""
+    template, experts = experts_of(name)
+    return [template.format(n) for n in experts]
+
+
 def operand_key(form: Format, of_experts: bool) -> str:
     """Of a format in `operands`: experts, whose matmuls have few rows, may read other operands than other matrices."""
     return f"{form.name} of experts" if of_experts else form.name

@@ -30,7 +30,7 @@ from h2o_flexgen.utils.files import OTHER_HOME, cache_root
 
 #: supported architectures, by GGUF's names -> `model_type`; Mistral's is "llama" too
 ARCHITECTURES = {name: name for name in ("llama", "qwen2", "qwen3", "gemma2", "phi3")}
-ARCHITECTURES |= {"gemma3": "gemma3_text", "qwen3moe": "qwen3_moe"}
+ARCHITECTURES |= {"gemma3": "gemma3_text", "qwen3moe": "qwen3_moe", "gpt-oss": "gpt_oss"}
 #: architectures with Gemma's norms -> layers of the model that alone scales attention by hidden width / heads
 LARGEST_GEMMAS = {"gemma2": 46, "gemma3": 62}
 #: types that are read unchanged; all others are dequantised
@@ -151,10 +151,12 @@ class GGUFFile:
             config |= self._gemma(config)
         if self.architecture == "phi3":
             config |= self._phi3(config)
+        if self.architecture == "gpt-oss":
+            config["sliding_window"] = self._get("attention.sliding_window")
         types = {tensor.type for tensor in self.tensors.values() if len(tensor.shape) > 1}
         if len(types) == 1 and types < FLOATS.keys():
             config["dtype"] = dtype_name(FLOATS[types.pop()])
-        if self.architecture in LARGEST_GEMMAS and config.get("dtype") != "float32":
+        if self.architecture in (*LARGEST_GEMMAS, "gpt-oss") and config.get("dtype") != "float32":
             config["dtype"] = "bfloat16"  # as it was trained: its hidden states exceed what float16 holds
         spec_of(config, str(self.path))  # raises for invalid values
         return config
@@ -222,6 +224,8 @@ class GGUFFile:
         scaling = {"rope_type": kind, "factor": self._get("rope.scaling.factor")}
         if kind == "yarn":
             scaling["original_max_position_embeddings"] = self._get("rope.scaling.original_context_length")
+            if self.architecture == "gpt-oss":  # which files do not say
+                scaling["truncate"] = False
         return scaling
 
     def _longrope_scaling(self) -> dict:
@@ -309,11 +313,14 @@ class GGUFFile:
                 template, experts = experts_of(name)
                 module, _, part = template.replace(".{}", "").rpartition(".")
                 stored = names.get_name(module)
+                if stored is None:  # a tensor without a module of its own, such as sinks
+                    stored = names.get_name(name)
+                    part = "weight"
                 if stored is None:
                     raise UserError(f"{self.path} has no tensor {name!r}: the config is of another model")
                 stored = f"{stored}.{part}"
                 if experts:
-                    each = (self._size("expert_count"), shape[0] // len(experts), shape[1])
+                    each = (self._size("expert_count"), shape[0] // len(experts), *shape[1:])
                     tensor = self.tensor(stored, each).part(experts)
                 else:
                     tensor = self.tensor(stored, shape)

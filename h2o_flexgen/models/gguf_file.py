@@ -43,10 +43,10 @@ class GGUFTensor(NamedTuple):
     nbytes: int
 
     def part(self, experts: range) -> GGUFTensor:
-        """Some matrices of a stack (experts, rows, columns), as one matrix."""
-        count, rows, columns = self.shape
+        """Some matrices of a stack (experts, rows, columns), as one matrix; or biases of a stack (experts, rows)."""
+        count, rows, *columns = self.shape
         size = self.nbytes // count
-        shape = (len(experts) * rows, columns)
+        shape = (len(experts) * rows, *columns)
         return self._replace(shape=shape, offset=self.offset + experts.start * size, nbytes=len(experts) * size)
 
 

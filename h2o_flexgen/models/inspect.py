@@ -13,8 +13,16 @@ from h2o_flexgen.formats.forms import compressed
 from h2o_flexgen.models.folder import weight_files
 from h2o_flexgen.models.gguf import in_place, is_gguf
 from h2o_flexgen.models.hub import commit, downloaded
-from h2o_flexgen.models.quantised import Method
-from h2o_flexgen.models.registry import family, named_dtype, named_spec, read_method, read_spec, stored_dtype
+from h2o_flexgen.models.quantised import Method, method_of
+from h2o_flexgen.models.registry import (
+    family,
+    named_config,
+    named_dtype,
+    named_spec,
+    read_method,
+    read_spec,
+    stored_dtype,
+)
 from h2o_flexgen.models.repository import repository
 from h2o_flexgen.models.source import DUMMY, dummy_dtype, find_model, model_name
 from h2o_flexgen.models.spec import ModelSpec, shapes_of
@@ -67,7 +75,8 @@ def find(model: str | None, path: str | None = None) -> Found:
         if spec is not None:
             folder = downloaded(repository(model))
             revision = folder and commit(folder)
-            return Found(model, spec, named_dtype(model), to_fetch=folder is None, revision=revision)
+            method = method_of(named_config(model))
+            return Found(model, spec, named_dtype(model), to_fetch=folder is None, revision=revision, method=method)
     weights, folder = find_model(model, path, weights=False)
     spec = read_spec(folder)
     declared = stored_dtype(folder)

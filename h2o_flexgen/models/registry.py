@@ -15,11 +15,13 @@ from h2o_flexgen.utils.files import check_small, read_json
 
 #: `model_type` of every family, each a module of this package
 FAMILIES = ("opt", "llama", "mistral", "qwen2", "qwen3", "gpt_neox", "gemma2", "gemma3_text", "phi3")
-FAMILIES += ("qwen3_moe", "mixtral")
+FAMILIES += ("qwen3_moe", "mixtral", "gpt_oss")
 #: `model_type` of models of several kinds of input, whose config holds that of their text model -> its family
 MULTIMODAL = {"gemma3": "gemma3_text"}
 #: types of weights that a job can compute in
 STORED_DTYPES = ("float16", "bfloat16", "float32")
+#: those of families whose published configs name none
+UNNAMED_DTYPES = {"gpt_oss": "bfloat16"}
 
 #: files of a model folder that transformers reads whole
 TOKENIZER_FILES = (
@@ -85,11 +87,11 @@ def read_spec(folder: Path) -> ModelSpec:
 
 
 def stored_dtype(folder: Path) -> str | None:
-    """The type of a checkpoint's weights, such as "bfloat16"; None if its config.json does not name one."""
+    """The type of a checkpoint's weights, such as "bfloat16"; None if neither its config.json nor its family tells."""
     path = folder / "config.json"
     config = text_config(_read(path) or {}, str(path))
     name = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
-    return name if name in STORED_DTYPES else None
+    return name if name in STORED_DTYPES else UNNAMED_DTYPES.get(str(config.get("model_type")))
 
 
 def read_method(folder: Path) -> Method | None:

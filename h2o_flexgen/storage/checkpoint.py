@@ -16,7 +16,7 @@ from torch import Tensor
 
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.formats import Dense, Format, Quantised, convert
-from h2o_flexgen.formats.forms import experts_of
+from h2o_flexgen.formats.forms import names_of
 from h2o_flexgen.machine.device import as_numpy
 from h2o_flexgen.models.folder import describe_choice, describe_unreadable, weight_files
 from h2o_flexgen.models.gguf import in_place, is_gguf
@@ -26,8 +26,9 @@ from h2o_flexgen.models.spec import Layer, shapes_of
 from h2o_flexgen.policy import gib
 from h2o_flexgen.storage.convert import bins_to_safetensors, gguf_to_safetensors, made_once
 from h2o_flexgen.storage.disk import DiskIO, File, wait
+from h2o_flexgen.storage.fused import FUSED, place_of
 from h2o_flexgen.storage.quantised import encoded, find_matrices
-from h2o_flexgen.storage.stored import DTYPES, Stack, Stored, parts_of, rows_of
+from h2o_flexgen.storage.stored import DTYPES, Part, Stack, Stored, parts_of, rows_of, whole
 
 #: part of the names of a text model in a multimodal checkpoint
 TEXT_MODEL = "language_model."
@@ -54,6 +55,7 @@ class Checkpoint:
     def __init__(self, path: Path, layers: Seq[Layer] = (), dtype: torch.dtype = torch.float32, progress: bool = True):
         self.path = path
         self.copy_bytes = 0
+        self._is_fused = False  # experts are as `fused` describes
         self._origin = ""  # what the values of matrices depend on besides the files
         self.tensors: dict[str, Stored] = {}
         if is_gguf(path):
@@ -109,9 +111,14 @@ class Checkpoint:
             io.close()
 
     def convert_quantised(self, method: Method, layers: Seq[Layer], disk_mem: int | None, progress: bool) -> None:
-        """Read the matrices that a method quantised from a copy likewise, with the same codes and scales. Raises
-        UserError for tensors that contradict the config or are broken, or lack of space."""
+        """Read the matrices that a method quantised, or arranged, from a copy likewise, with the same codes and scales.
+        Raises UserError for tensors that contradict the config or are broken, or lack of space."""
+        self._is_fused = method.is_fused
+        if self._is_fused:
+            self._check_experts(layers)
         matrices = find_matrices(self, method, shapes_of(layers))
+        if not matrices:
+            return
         formats = {name: method.format(name, matrix.shape) for name, matrix in matrices.items()}
         shapes = {name: matrix.shape for name, matrix in matrices.items()}
         total = sum(method.expected(name, shape).nbytes(shape) for name, shape in shapes.items())
@@ -120,7 +127,8 @@ class Checkpoint:
         tensors = lambda: encoded(method, matrices)
         self._origin = f"quantised weights {method.config.data} {shapes}"
         self._take(made_once(self.files, self._origin, tensors, len(shapes), total, progress), formats, shapes)
-        floats = [self.format(name) for name in formats if self.format(name).is_dense]
+        quantised = [name for name, form in formats.items() if not form.is_dense]
+        floats = [self.format(name) for name in quantised if self.format(name).is_dense]
         if floats:
             log.warning(
                 "%s: %d of %d matrices are read in %s: neighbours in their rows have different scales (desc_act), or "
@@ -130,6 +138,14 @@ class Checkpoint:
                 len(formats),
                 floats[0].name,
             )
+
+    def _check_experts(self, layers: Seq[Layer]) -> None:
+        """Raises UserError for a tensor of another number of experts than a layer has."""
+        experts = max(layer.experts for layer in layers)
+        for name, stored in self.tensors.items():
+            if FUSED.fullmatch(name) and (stored.shape[:1] != (experts,) or len(stored.shape) < 2):
+                problem = f"{name!r} in shape {list(stored.shape)}, the config asks for {experts} experts"
+                raise UserError(f"the checkpoint {self.path} has {problem}")
 
     def _take(self, files: list[Path], formats: dict[str, Format], shapes: dict[str, tuple[int, ...]]) -> None:
         """Read these tensors from a copy from now on: in their formats, or in floats where the copy has these."""
@@ -156,17 +172,24 @@ class Checkpoint:
 
     def find(self, name: str) -> Stored | Stack | None:
         """The tensor of a full name; experts may be apart in the files."""
-        whole = self._find(name)
+        found = self._find(name)
         parts = [self._find(each) for each in names_of(name)]
-        return whole if whole or not parts or None in parts else Stack(tuple(parts))
+        return found if found or not parts or None in parts else Stack(tuple(parts))
 
-    def _find(self, name: str) -> Stored | None:
+    def _find(self, name: str) -> Stored | Part | None:
         """A checkpoint saved from an inner module lacks up to two leading parts of its names."""
         modules = name.split(".")
         for missing in range(min(3, len(modules) - 1)):  # a module and its parameter remain
             if stored := self.tensors.get(".".join(modules[missing:])):
                 return stored
-        return None
+        place = place_of(name) if self._is_fused else None
+        stored = place and self._find(place.name)
+        return stored and place.of(stored)
+
+    def name_in_file(self, name: str) -> str:
+        """The name of the tensor that a full name means."""
+        place = place_of(name) if self._is_fused and name not in self.tensors else None
+        return place.name if place else name
 
     def check(self, needed: dict[str, tuple[int, ...]]) -> None:
         """Raises UserError unless the checkpoint has every tensor in its shape."""
@@ -179,11 +202,11 @@ class Checkpoint:
         stored = self._find(name)
         problem = None
         if stored is None:
-            problem = f"no tensor {name!r}"
+            problem = f"no tensor {self.name_in_file(name)!r}"
         elif isinstance(stored.format, str):
             problem = f"{name!r} in {stored.format}: only float weights can be used"
         elif stored.shape != shape:
-            problem = f"{name!r} in shape {list(stored.shape)}, the config asks for {list(shape)}"
+            problem = f"{self.name_in_file(name)!r} in shape {list(stored.shape)}, the config asks for {list(shape)}"
         if problem is not None:
             raise UserError(f"the checkpoint {self.path} has {problem}")
 
@@ -209,6 +232,9 @@ class Checkpoint:
         """Fill `out`: contiguous, of the same shape, in any float dtype or the stored format, on any device."""
         stored = self.find(name)
         flat = out.raw if isinstance(out, Quantised) else out.view(-1)
+        if len(stored.shape) == 1:
+            convert(flat, whole(stored, io))
+            return
         if flat.dtype == stored.dtype and flat.device.type == "cpu":
             size = len(flat) // len(stored.parts)
             parts = zip(stored.parts, flat.split(size))
@@ -216,12 +242,6 @@ class Checkpoint:
             return
         for at, part in parts_of(stored, io):
             convert(flat[at : at + len(part)], part)
-
-
-def names_of(name: str) -> list[str]:
-    """The names of the same matrix of each expert in a range."""
-    template, experts = experts_of(name)
-    return [template.format(n) for n in experts]
 
 
 def tensors_of(path: Path) -> dict[str, Stored]:

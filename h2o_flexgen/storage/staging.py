@@ -49,7 +49,7 @@ class StagingBytes(NamedTuple):
 def staging_bytes(tier: str, form: Form, shape: Shape, cuda: bool, experts: int = 0) -> StagingBytes:
     """Of a tensor on a tier; of `experts` experts below each other each can be staged by itself."""
     if experts:
-        return expert_bytes(tier, form, (shape[0] // experts, shape[1]), cuda).times(experts)
+        return expert_bytes(tier, form, (shape[0] // experts, *shape[1:]), cuda).times(experts)
     arriving = form.kept if cuda or tier != "disk" else form.stored
     converted = 0 if arriving == form.given else aligned(form.given.nbytes(shape))
     if tier == "gpu":
@@ -59,9 +59,9 @@ def staging_bytes(tier: str, form: Form, shape: Shape, cuda: bool, experts: int 
 
 
 def expert_bytes(tier: str, form: Form, shape: Shape, cuda: bool) -> StagingBytes:
-    """Of a matrix of one of several experts."""
+    """Of a matrix or a bias of one of several experts."""
     size = staging_bytes(tier, form, shape, cuda)
-    apart = PAGE * (tier == "disk" and len(form.stored.row_bytes(shape[1])) > 1)  # as for `slice_bytes`
+    apart = PAGE * (tier == "disk" and len(form.stored.row_bytes(shape[-1])) > 1)  # as for `slice_bytes`
     return size + (StagingBytes(host=apart) if cuda else StagingBytes(device=apart))
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from math import prod
 
 import torch
 from torch import Tensor
@@ -44,9 +45,20 @@ class Stored:
         return self.format.nbytes(self.shape)
 
     @property
+    def is_direct(self) -> bool:
+        """Whether it can be used as it lies in the file."""
+        return not isinstance(self.format, str)
+
+    @property
     def parts(self) -> tuple[Stored, ...]:
         """As of a `Stack`: only itself."""
         return (self,)
+
+    def entry(self, n: int) -> Stored:
+        """Of a tensor of floats or of CODES, entry `n` along its first dimension."""
+        shape = self.shape[1:]
+        dtype = CODES.get(self.format, torch.uint8) if isinstance(self.format, str) else self.dtype
+        return replace(self, offset=self.offset + n * prod(shape) * dtype.itemsize, shape=shape)
 
     def rows(self, begin: int, count: int) -> Stored:
         """Some rows of a matrix without heads."""
@@ -65,15 +77,49 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class Stack:
-    """Matrices of one shape and format, in different places of files, as one matrix with all their rows."""
+class Part:
+    """Some outputs of a tensor in a file, which are not neighbours there; only `whole` reads it."""
 
-    parts: tuple[Stored, ...]
+    stored: Stored
+    outputs: slice
+    is_transposed: bool = False  # outputs are the second dimension of the file's tensor
 
     @property
     def shape(self) -> tuple[int, ...]:
-        height, width = self.parts[0].shape
-        return (len(self.parts) * height, width)
+        (height, *others) = self.stored.shape[::-1] if self.is_transposed else self.stored.shape
+        return (len(range(height)[self.outputs]), *others)
+
+    @property
+    def format(self) -> Format | str:
+        return self.stored.format
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.stored.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.format.nbytes(self.shape)
+
+    @property
+    def is_direct(self) -> bool:
+        return False
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Tensors of one shape and format, in different places of files, as one tensor with all their rows."""
+
+    parts: tuple[Stored | Part, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        height, *width = self.parts[0].shape
+        return (len(self.parts) * height, *width)
+
+    @property
+    def is_direct(self) -> bool:
+        return all(part.is_direct for part in self.parts)
 
     @property
     def format(self) -> Format | str:
@@ -181,8 +227,13 @@ def parts_of(stored: Stored | Stack, io: DiskIO) -> Iterator[tuple[int, Tensor]]
             yield n * count + at, part
 
 
-def whole(stored: Stored, io: DiskIO) -> Tensor:
+def whole(stored: Stored | Part | Stack, io: DiskIO) -> Tensor:
     """A tensor of floats or of CODES."""
+    if isinstance(stored, Stack):
+        return torch.cat([whole(part, io) for part in stored.parts])
+    if isinstance(stored, Part):
+        tensor = whole(stored.stored, io)
+        return (tensor.t() if stored.is_transposed else tensor)[stored.outputs].contiguous()
     dtype = CODES[stored.format] if isinstance(stored.format, str) else stored.dtype
     tensor = torch.empty(stored.shape, dtype=dtype)
     if tensor.numel():

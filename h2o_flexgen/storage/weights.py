@@ -122,7 +122,7 @@ class WeightStore:
                 continue
             where = (self.tiers[name], self.forms[name])
             if count := len(unit.experts):
-                each = expert_bytes(*where, (shape[0] // count, shape[1]), self.device.is_cuda)
+                each = expert_bytes(*where, (shape[0] // count, *shape[1:]), self.device.is_cuda)
                 found[short] = StagedExperts(source, shape, self.forms[name], each, count)
             else:
                 size = staging_bytes(*where, shape, self.device.is_cuda)

@@ -8,13 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import gguf
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from bench import common, rates, run, systems, tables
-from bench.checkpoint import write_checkpoint, write_gguf
+from bench.checkpoint import STD, set_scales, write_checkpoint, write_gguf
 from bench.job import Job
 from bench.rows import ROWS, Row, System, column, setting_text
 from bench.systems import llama_cpp
@@ -179,6 +180,20 @@ def test_ours_runs_a_random_gguf_file(tmp_path, kind, tied):
     with LLM(str(tmp_path / "x.gguf"), dtype="float32", gpu_batch_size=1, progress=False) as llm:
         (out,) = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=3, ignore_eos=True))
     assert len(out.outputs[0].token_ids) == 3 and np.isfinite(out.outputs[0].logprobs).all()
+
+
+def test_ours_runs_a_random_gpt_oss_in_mxfp4(tmp_path):
+    sizes = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 160, "num_local_experts": 5}
+    write_gguf(named_config("openai/gpt-oss-20b") | sizes, tmp_path / "x.gguf", "MXFP4")
+    with LLM(str(tmp_path / "x.gguf"), dtype="float32", gpu_batch_size=1, progress=False) as llm:
+        (out,) = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=3, ignore_eos=True))
+        kinds = {form.name for form in llm.model.formats.values()}
+    assert len(out.outputs[0].token_ids) == 3 and np.isfinite(out.outputs[0].logprobs).all()
+    assert kinds == {"MXFP4", "Q8_0", "float32"}
+    blocks = np.frombuffer(np.random.default_rng(0).bytes(100 * 17), np.uint8).reshape(100, 17).copy()
+    set_scales(blocks, "MXFP4")
+    assert 0.75 < gguf.dequantize(blocks, gguf.GGMLQuantizationType.MXFP4).std() / STD < 1.5
 
 
 def test_a_run_is_a_separate_process_under_the_cap_and_leaves_nothing(tmp_path, monkeypatch):

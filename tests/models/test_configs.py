@@ -98,6 +98,9 @@ OWN_PAIRS = {
     "gemma2": GEMMA_PAIRS | {"cap": "attn_logit_softcapping"},
     "gemma3_text": GEMMA_PAIRS,
     "phi3": {"eps": "rms_norm_eps", "window": "sliding_window"},
+    "gpt_oss": LLAMA_PAIRS
+    | {"qkv_bias": "attention_bias", "out_bias": "attention_bias", "alpha": "swiglu_alpha", "limit": "swiglu_limit"}
+    | {"experts": "num_local_experts", "active": "num_experts_per_tok", "expert_inner": "intermediate_size"},
 }
 
 
@@ -336,7 +339,7 @@ def test_invalid_divisors_of_longrope_are_refused(key, value):
 @pytest.mark.parametrize("model_type", WITH_ROPE)
 def test_no_scaling_is_the_default_rope(model_type):
     default = spec_of(config_of(model_type))
-    assert default.rope.type == "default"
+    assert default.rope.type == ("yarn" if model_type == "gpt_oss" else "default")
     for nothing in (None, {}):
         assert spec_of(config_of(model_type, rope_scaling=nothing, rope_parameters=nothing)) == default
 
@@ -408,6 +411,8 @@ COUNTS = {
     "mistralai/Mixtral-8x7B-Instruct-v0.1": 46702792704,
     "mistralai/Mixtral-8x22B-v0.1": 140630071296,
     "Qwen/Qwen3-30B-A3B": 30532122624,
+    "openai/gpt-oss-20b": 20914757184,
+    "openai/gpt-oss-120b": 116829156672,
     "EleutherAI/pythia-70m": 70426624,
     "EleutherAI/pythia-160m": 162322944,
     "EleutherAI/pythia-410m": 405334016,
@@ -577,7 +582,7 @@ OTHER_KEYS = (
     "eos_token_id tie_word_embeddings use_parallel_residual sliding_window use_sliding_window max_window_layers "
     "layer_types word_embed_proj_dim do_layer_norm_before quantization_config hidden_activation rope_local_base_freq "
     "query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping sliding_window_pattern partial_rotary_factor "
-    "use_bidirectional_attention"
+    "use_bidirectional_attention swiglu_alpha swiglu_limit num_local_experts num_experts_per_tok"
 ).split()
 
 

@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 import zoo
+from gguf_tools import apart
 from oracle import fresh_rotary
 from safetensors.torch import load_file
 from transformers.activations import ACT2FN
@@ -39,7 +40,8 @@ def layers_of(spec):
 
 
 def checkpoint(model):
-    return load_file(model.folder / "model.safetensors")
+    state = apart(load_file(model.folder / "model.safetensors"))
+    return {name: tensor.contiguous() for name, tensor in state.items()}
 
 
 def layer_weights(state, layer):
@@ -119,9 +121,9 @@ def test_without_positions_attention_gets_unrotated_queries_and_keys(tiny, name)
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(2 * T, spec.hidden, generator=generator)
 
-    def rotated(q, k, v):
+    def rotated(q, k, v, *sinks):
         q, k = (rotate_to(own.rope, x.transpose(0, 1), POSITIONS.at, T).transpose(0, 1) for x in (q, k))
-        return attend_as(own)(q, k, v)
+        return attend_as(own)(q, k, v, *sinks)
 
     late = through(own, *block, hidden.clone(), None, rotated)
     early = through(own, *block, hidden.clone(), POSITIONS, attend_as(own))

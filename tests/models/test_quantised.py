@@ -120,7 +120,18 @@ def test_matrices_are_those_of_the_method_to_the_bit(checkpoint, name, monkeypat
 
 @pytest.mark.parametrize(
     "name",
-    ["gptq v2 with biases", "gptq in act-order", "gptq with its head", "awq", "fp8 blocks", "fbgemm", "nf4", "int8"],
+    [
+        "gptq v2 with biases",
+        "gptq in act-order",
+        "gptq with its head",
+        "awq",
+        "fp8 blocks",
+        "fbgemm",
+        "nf4",
+        "int8",
+        "gptq of experts",
+        "fp8 of experts",
+    ],
 )
 def test_the_tokens_are_those_of_transformers_with_the_same_values(checkpoint, name):
     tiny = checkpoint(name).tiny
@@ -215,6 +226,49 @@ def test_codes_floats_of_the_copy_and_floats_of_the_file_go_together(broken, che
         assert {found.formats[name] for name in exact} == {Int8()}
         for name, values in exact.items():
             assert (decoded(found, name) - values).abs().max() < 0.01 * values.abs().max()
+
+
+def test_experts_in_fewer_bits_are_made_of_the_quantised_ones(checkpoint, tmp_path):
+    made = checkpoint("fp8 of experts")
+    folder = made.tiny.folder
+    assert main(["convert", str(folder), "--to", "int8", "-o", str(tmp_path / "out")]) == 0
+    for model in (load(folder, compress_weight="int8"), load(tmp_path / "out")):
+        for name, values in made.matrices.items():
+            assert model.formats[name] == Int8()
+            assert (decoded(model, name) - values).abs().max() < 0.01 * values.abs().max()
+        assert model.formats["model.layers.0.mlp.gate.weight"].is_dense
+
+
+def test_an_expert_in_floats_makes_its_group_floats(checkpoint, tmp_path):
+    """One whose scales fp16 cannot hold, as they are."""
+    folder = shutil.copytree(checkpoint("gptq of experts").tiny.folder, tmp_path / "model")
+    state = load_file(folder / "model.safetensors")
+    module = "model.layers.1.mlp.experts.{}.up_proj"
+    state = {name: x.bfloat16() if name.endswith("scales") else x for name, x in state.items()}
+    state[f"{module.format(3)}.scales"] *= 2**-20
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    model = load(folder)
+    name = f"{module.format('0:5')}.weight"
+    dense = {name for name, form in model.formats.items() if form.is_dense and "_proj" in name}
+    assert dense == {name}
+    expected = checkpoint("gptq of experts").matrices[name].clone()
+    expected[3 * 32 : 4 * 32] *= 2**-20
+    torch.testing.assert_close(decoded(model, name), expected, rtol=0.01, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "tensor, message",
+    [
+        ("experts.3.up_proj.qweight", "has no tensor 'model.layers.1.mlp.experts.3.up_proj.qweight', though"),
+        ("experts.3.up_proj.scales", "has no tensor 'model.layers.1.mlp.experts.3.up_proj.scales', though"),
+    ],
+)
+def test_a_missing_tensor_of_an_expert_is_named(checkpoint, tmp_path, tensor, message):
+    folder = shutil.copytree(checkpoint("gptq of experts").tiny.folder, tmp_path / "model")
+    state = load_file(folder / "model.safetensors")
+    del state[f"model.layers.1.mlp.{tensor}"]
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    assert message in refusal(folder)
 
 
 def test_act_order_is_warned_of_once(checkpoint, caplog):

@@ -12,8 +12,10 @@ from h2o_flexgen.models.quantised.awq import AWQ
 from h2o_flexgen.models.quantised.bitsandbytes import bitsandbytes
 from h2o_flexgen.models.quantised.compressed_tensors import compressed_tensors
 from h2o_flexgen.models.quantised.fp8 import FP8
+from h2o_flexgen.models.quantised.fused import FUSED, Fused
 from h2o_flexgen.models.quantised.gptq import GPTQ
 from h2o_flexgen.models.quantised.method import Method
+from h2o_flexgen.models.quantised.mxfp4 import MXFP4
 from h2o_flexgen.models.quantised.own import NAME as OWN
 from h2o_flexgen.models.quantised.own import Own
 from h2o_flexgen.models.spec import Config, shortened
@@ -28,20 +30,22 @@ METHODS: dict[str, Callable[[Config], Method]] = {
     "fbgemm_fp8": FP8,
     "compressed-tensors": compressed_tensors,
     "bitsandbytes": bitsandbytes,
+    "mxfp4": MXFP4,
     OWN: Own,
 }
 
 
 def method_of(config: dict, where: str = "the config") -> Method | None:
-    """The method by which a checkpoint with this config.json, called `where` in messages, is quantised; None if it is
-    not. Raises UserError for a method or a setting that is not supported."""
+    """The method by which a checkpoint with this config.json, called `where` in messages, is quantised or arranged;
+    None if its matrices are floats as they are needed. Raises UserError for a method or a setting that is not
+    supported."""
     advice = "or take a checkpoint in float16, bfloat16 or float32"
     known = f"known methods: {', '.join(METHODS)}"
     if config.get("quantization") is not None:
         raise UserError(f"{where}: the checkpoint is quantised by MLX, which is not supported; {known}; {advice}")
     given = config.get("quantization_config")
     if given is None:
-        return None
+        return Fused(Config(config, where)) if config.get("model_type") in FUSED else None
     if not isinstance(given, dict):
         raise UserError(f"{where}: the checkpoint is quantised, but quantization_config is {shortened(given)}")
     name = given.get("quant_method")

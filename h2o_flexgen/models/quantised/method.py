@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.formats import Blocks, Dense, Format, Shape
+from h2o_flexgen.formats.forms import names_of
 from h2o_flexgen.formats.layout import HALF, SINGLE, Bits, Layout, Numbers, halves
-from h2o_flexgen.models.spec import Config, Layer, shapes_of, shortened
+from h2o_flexgen.models.spec import Config, Layer, compressible, shortened
 
 #: the largest block: it divides the inputs that int8 matmuls scale at once
 MOST_BLOCK = 128
@@ -29,6 +30,8 @@ class Method:
         key: the suffix of the tensor with the codes.
         quantises_head: whether the head is quantised too, unless `skipped` names it.
         is_in_place: whether matrices are read as stored, and not from a copy.
+        is_declared: whether the config names the method.
+        is_fused: whether experts lie in one tensor for all of a layer, as `storage.fused` describes.
         targets: patterns for the start of the names of modules that are quantised, unless `skipped` names them.
         skipped: modules that stay floats: patterns or ends of names, as in transformers' `should_convert_module`.
     """
@@ -36,6 +39,8 @@ class Method:
     key = ".weight"
     quantises_head = False
     is_in_place = False
+    is_declared = True
+    is_fused = False
     targets: Sequence[str] = ("",)
 
     def __init__(self, config: Config, skipped: Sequence[str] = ()):
@@ -62,11 +67,16 @@ class Method:
         return self.format(name, shape)
 
     def formats(self, layers: Sequence[Layer]) -> dict[str, Format]:
-        """{name: format} of the matrices of a model that are quantised, as far as the config tells."""
-        shapes = shapes_of(layers[1:] if self.quantises_head else layers[1:-1])
+        """{name: format} of the matrices of a model that are quantised, as far as the config tells. Routers are not:
+        no method counts them as linear layers."""
         kept = layers[0].shapes
-        names = [name for name, shape in shapes.items() if len(shape) == 2 and name not in kept]
-        return {name: self.expected(name, shapes[name]) for name in names if self._quantises(module_of(name))}
+        found = {}
+        for layer in compressible(layers[1:] if self.quantises_head else layers[1:-1]):
+            for name, shape in layer.items():
+                module = module_of((names_of(name) or [name])[0])
+                if len(shape) == 2 and name not in kept and self._quantises(module):
+                    found[name] = self.expected(name, shape)
+        return found
 
     def _quantises(self, module: str) -> bool:
         boundary = r"(?:(?<=\.)|(?=\.|$))"
