@@ -16,7 +16,7 @@ from torch import Tensor
 from h2o_flexgen.formats import Blocks, Dense, Format, Shape
 from h2o_flexgen.formats.forms import names_of
 from h2o_flexgen.formats.layout import HALF, SINGLE, Bits, Layout, Numbers, halves
-from h2o_flexgen.models.spec import Config, Layer, compressible, shortened
+from h2o_flexgen.models.spec import Config, Layer, shortened
 
 #: the largest block: it divides the inputs that int8 matmuls scale at once
 MOST_BLOCK = 128
@@ -71,8 +71,8 @@ class Method:
         no method counts them as linear layers."""
         kept = layers[0].shapes
         found = {}
-        for layer in compressible(layers[1:] if self.quantises_head else layers[1:-1]):
-            for name, shape in layer.items():
+        for layer in layers[1:] if self.quantises_head else layers[1:-1]:
+            for name, shape in layer.compressible.items():
                 module = module_of((names_of(name) or [name])[0])
                 if len(shape) == 2 and name not in kept and self._quantises(module):
                     found[name] = self.expected(name, shape)
