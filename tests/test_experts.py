@@ -16,7 +16,9 @@ from gguf_tools import apart, write_gguf
 from safetensors.torch import load_file, save_file
 
 from h2o_flexgen import LLM, Policy, SamplingParams, UserError
+from h2o_flexgen.analysis.model import LayerModel
 from h2o_flexgen.formats.forms import names_of
+from h2o_flexgen.kernels.attention import causal_attention
 from h2o_flexgen.kernels.experts import Routing
 from h2o_flexgen.models import spec as spec_module
 from h2o_flexgen.models.registry import family, read_spec
@@ -76,6 +78,22 @@ def read_bytes(model, prompts, monkeypatch, share):
     with LLM(str(model.folder), Policy(len(prompts), percent=(0, 0, 100, 0, 100, 0)), **OPTIONS) as llm:
         llm.generate(prompts, SamplingParams(max_tokens=9, ignore_eos=True))
         return llm.report["decode"]["bytes_moved"]["disk_to_cpu"]
+
+
+def test_layers_that_are_read_when_they_are_needed(tiny):
+    """As calibrations do with models larger than RAM: a layer several times in a row."""
+    found = []
+    for streams in (False, True):
+        with LLM(str(tiny("qwen3_moe").folder), **OPTIONS) as llm:
+            model = LayerModel(llm.model, progress=False, streams=streams)
+            ids = torch.tensor(tiny("qwen3_moe").prompts([7, 7]))
+            positions = torch.arange(7).expand(2, 7)
+            with torch.inference_mode():
+                hidden = model.embed(ids, positions)
+                found += [model.block(0, hidden.clone(), positions, causal_attention) for _ in range(2)]
+            if streams:
+                model.close()
+    assert all(torch.equal(each, found[0]) for each in found)
 
 
 def test_experts_without_a_token_are_not_read(tmp_path, monkeypatch):
@@ -180,6 +198,13 @@ def test_an_expert_of_another_shape_is_named(folder):
     state["model.layers.1.mlp.experts.3.up_proj.weight"] = torch.zeros(3, 3)
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
     assert "'model.layers.1.mlp.experts.3.up_proj.weight' in shape [3, 3]" in refusal(folder)
+
+
+def test_an_expert_of_another_type_is_named(folder):
+    state = load_file(folder / "model.safetensors")
+    name = "model.layers.1.mlp.experts.3.up_proj.weight"
+    save_file(state | {name: state[name].half()}, folder / "model.safetensors", metadata={"format": "pt"})
+    assert f"{name!r} in float16, other experts in float32" in refusal(folder)
 
 
 @pytest.mark.parametrize(

@@ -159,7 +159,9 @@ VARIANTS = {
         "qwen3_moe_all_of_three_tied": dict(
             num_experts=3, num_experts_per_tok=3, decoder_sparse_step=2, tie_word_embeddings=True
         ),
-        "qwen3_moe_groups_of_3_yarn": dict(**THREE, **YARN, num_experts=6, norm_topk_prob=True),
+        "qwen3_moe_window_groups_of_3_yarn": dict(
+            **THREE, **YARN, num_experts=6, norm_topk_prob=True, use_sliding_window=True, sliding_window=9
+        ),
     },
     "mixtral": {
         "mixtral": dict(head_dim=8),

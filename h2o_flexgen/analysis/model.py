@@ -15,10 +15,9 @@ from h2o_flexgen.engine.sampling import score_rows
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.formats.forms import forms
 from h2o_flexgen.kernels.attention import PLAIN, Softmax
-from h2o_flexgen.kernels.experts import each_of
+from h2o_flexgen.kernels.experts import Routing, each_of
 from h2o_flexgen.machine import memory
 from h2o_flexgen.machine.device import open_device
-from h2o_flexgen.models.parts import Weights
 from h2o_flexgen.models.registry import family
 from h2o_flexgen.models.rope import Positions
 from h2o_flexgen.models.spec import ModelSpec, units_of
@@ -137,19 +136,22 @@ class LayerModel:
         first, *groups = self._units[layer]
         through = self._family.attention if groups else self._family.block
         spec = self.spec.at(layer)
-        found = through(spec, self._weights.get(first), hidden.flatten(0, 1), _flat(positions), attend_flat)
+        w = self._weights.get(first)
+        found = through(spec, w, hidden.flatten(0, 1), _flat(positions), attend_flat)
         if groups:
-            found = self._with_experts(spec, self._weights.get(first), found, groups)
+            x, routing = self._family.route(spec, w, found)
+            self._weights.release(first)  # the units of a layer share one staging buffer
+            found.add_(self._of_experts(spec, x, routing, groups))
         return found.unflatten(0, (B, T))
 
-    def _with_experts(self, spec: ModelSpec, w: Weights, hidden: Tensor, groups: list[int]) -> Tensor:
-        """Hidden states (N, E) with the outputs of their experts, which are in the units `groups`."""
-        x, routing = self._family.route(spec, w, hidden)
+    def _of_experts(self, spec: ModelSpec, x: Tensor, routing: Routing, groups: list[int]) -> Tensor:
+        """The sum (N, E) of what experts, which are in the units `groups`, return for x (N, E)."""
         total = torch.zeros_like(x)
         for number in groups:
             compute = partial(self._family.expert, spec)
             routing.add(each_of(self._experts[number], self._weights.get(number), compute), x, total)
-        return hidden.add_(total)
+            self._weights.release(number)
+        return total
 
     def release(self, layer: int) -> None:
         """Free a layer's weights; they are read again when they are needed."""

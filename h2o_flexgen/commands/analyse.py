@@ -58,6 +58,8 @@ def run(args: argparse.Namespace) -> None:
     dtype = getattr(torch, args.dtype)
     spec.check_length(args.prompt_len, args.gen_len)
     check_attention(spec, args.prompt_len + args.gen_len)
+    if spec.experts:
+        raise UserError("`analyse` is for models with an MLP in each layer, and this one has experts")
     rule = rule_for(make_budget(args), args.prompt_len, args.gen_len, spec)
     check_rule(rule, args.prompt_len)
     check_fits(spec, dtype, args.windows, args.prompt_len, args.gen_len)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cache
 from platform import machine
+from threading import Barrier
 
 import numpy as np
 import torch
@@ -73,7 +73,10 @@ def _singles(threads: int) -> ThreadPoolExecutor:
     """Threads in which torch's operators use no other ones. The number belongs to the thread that sets it, but threads
     that begin later take over the last one: it is set back."""
     pool = ThreadPoolExecutor(threads, "single", initializer=torch.set_num_threads, initargs=(1,))
-    wait([pool.submit(time.sleep, 0.001) for _ in range(threads)])
+    all_run = Barrier(threads + 1)
+    jobs = [pool.submit(all_run.wait) for _ in range(threads)]
+    all_run.wait()
+    wait(jobs)
     torch.set_num_threads(threads)
     return pool
 

@@ -262,10 +262,13 @@ class ChunkLimits(NamedTuple):
     """How many tokens are joined in a chunk."""
 
     prefill_tokens: int  # of prompts alone, padding included; a single prompt may exceed it
-    group_rows: int  # of decode steps, or of prompts and decode steps (`planning.workload.group_rows`)
+    group_rows: int  # of decode steps (`planning.workload.group_rows`)
+    joint: int  # of prompts and decode steps
 
     def of(self, chunk: Chunk) -> int:
-        return self.prefill_tokens if chunk.is_prompts else self.group_rows
+        if chunk.is_prompts:
+            return self.prefill_tokens
+        return self.joint if any(piece.is_prompt for piece in chunk.pieces) else self.group_rows
 
 
 def cut(pieces: Iterable[Piece], limits: ChunkLimits) -> list[Chunk]:

@@ -14,6 +14,7 @@ from h2o_flexgen.engine.scheduler import Pass
 from h2o_flexgen.formats.forms import cache_format
 from h2o_flexgen.kernels.experts import Routing
 from h2o_flexgen.models.spec import units_of
+from h2o_flexgen.planning import workload
 from h2o_flexgen.planning.execution_plan import ExecutionPlan
 from h2o_flexgen.planning.workload import batch_sizes, group_rows, micro_tokens, read_share
 from h2o_flexgen.storage.activations import ActivationStore
@@ -61,7 +62,7 @@ class Stores:
         self.has_cache = is_stream or job.workload.gen_len > 1
         self.is_stream = is_stream
         self.sizes = sizes
-        self.limits = ChunkLimits(job.policy.prefill_tokens, group_rows(model.spec))
+        self.limits = ChunkLimits(job.policy.prefill_tokens, group_rows(model.spec), workload.GROUP_ROWS)
         self.form = partial(cache_format, job.compress_cache, model.dtype)
         layouts = job.rule.layouts(model.spec, self.form, [(size, longest) for size in sizes], job.workload.gen_len)
         micro_bytes = micro_tokens(job.policy.prefill_tokens, longest, sizes[0]) * token

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from h2o_flexgen.models import llama
+from h2o_flexgen.models import llama, parts
 from h2o_flexgen.models.llama import LlamaSpec, embed, logits
-from h2o_flexgen.models.parts import Attend, Weights, activation, project, rms_norm
+from h2o_flexgen.models.parts import Attend, Weights, project, rms_norm
 from h2o_flexgen.models.rope import ORIGINAL, Positions, rotation
 from h2o_flexgen.models.spec import Config, Layer, matrix
 
@@ -81,6 +81,6 @@ def block(spec: LlamaSpec, w: Weights, hidden: Tensor, positions: Positions | No
     hidden = project(w, "out", context.flatten(1)).add_(hidden)
     del context
     gate, up = project(w, "gate_up", rms_norm(w, "mlp_norm", hidden, spec.eps)).chunk(2, -1)
-    wide = activation(spec.activation)(gate) * up
+    wide = parts.activation(spec.activation)(gate) * up
     del gate, up
     return project(w, "down", wide).add_(hidden)

@@ -10,7 +10,6 @@ from h2o_flexgen.kernels.experts import Routing
 from h2o_flexgen.models import llama, parts
 from h2o_flexgen.models.llama import LlamaSpec, attention, block, embed, logits
 from h2o_flexgen.models.parts import Weights, mlp, rms_norm
-from h2o_flexgen.models.qwen2 import qwen_spec
 from h2o_flexgen.models.spec import Config, Layer, matrix
 
 __all__ = ["attention", "block", "embed", "expert", "logits", "named", "route", "spec", "tensors"]
@@ -32,9 +31,12 @@ class Qwen3MoeSpec(LlamaSpec):
 
 def spec(config: Config) -> Qwen3MoeSpec:
     experts = config.size("num_experts", config.size("num_local_experts", 128, least=0), least=0)
-    found = qwen_spec(
+    found = llama.spec(
         config,
         kv_heads=4,
+        default_positions=32768,
+        eos=config.tokens("eos_token_id"),
+        window=config.window(4096) if config.flag("use_sliding_window", False) else None,
         model_type="qwen3_moe",
         head_norms=True,
         experts=experts,

@@ -77,6 +77,7 @@ class LayerCost:
         kinds = [self._kind(layer) for layer in self.matrices[:-1]]
         #: {a decoder layer of each kind: fraction of the layers that are of it}
         self._decoders = {kinds.index(kind): count / len(kinds) for kind, count in Counter(kinds).items()}
+        self._stages = (len(shapes.units) - 2) / (len(shapes.layers) - 2)  # of a decoder layer
         decoders = [name for layer in self.matrices[:-1] for name in layer]
         of_experts = sum(shapes.nbytes(name) for name in decoders if name in shapes.experts)
         self._expert_share = of_experts / sum(map(shapes.nbytes, decoders))
@@ -215,7 +216,7 @@ class LayerCost:
         of few `tokens` reads only some of the experts."""
         if tokens is not None:
             unread = self._expert_share * (1 - read_share(self.shapes.spec, tokens))
-            weights = Offloaded(*((1 - unread) * each for each in weights))
+            weights = Offloaded(weights.cpu, (1 - unread) * weights.disk)
         return Traffic(disk_to_cpu=self.shapes.stored_ratio * weights.disk, cpu_to_gpu=self._copied(weights))
 
     def _fetched(self, policy: Policy, sequences: Offloaded, nbytes: float) -> Traffic:
@@ -240,7 +241,7 @@ class LayerCost:
             slots = min(cached_len + kind.rule.cached_len(longest, longest), kind.kv.slots)
             return self._stored(policy, part.cache, slots * kind.kv.row_bytes)
 
-        hidden = longest * self.hidden_bytes
+        hidden = longest * self.hidden_bytes * self._stages
         compute = part.layers * self._prefill_compute(policy, batches, part.streamed)
         return Flows(
             compute + self.conversion(part.weights),

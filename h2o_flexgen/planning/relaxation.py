@@ -140,14 +140,21 @@ class Relaxation:
         shapes = self.shapes
         streamed = self.cost.streamed_bytes * (x.weights.host + x.weights.disk)
         if may_slice(shapes, min(policy.block_size, self.num_prompts)):  # what streams besides the head
-            weights = (streamed - self._head_bytes) * (1 / (shapes.spec.layers + 1))
+            weights = (streamed - self._head_bytes) * self._staged(shapes.spec.layers + 1)
         else:
             layer = self.cost.streamed_bytes / (shapes.spec.layers + 2)
-            weights = streamed * (1 / (shapes.spec.layers + 2)) + max(0, self._head_bytes - layer) * (1 - holds_head)
+            share = self._staged(shapes.spec.layers + 2)
+            weights = streamed * share + max(0, self._head_bytes - layer) * (1 - holds_head)
         sequences = min(policy.gpu_batch_size, self.num_prompts)
         kv_block = sequences * shapes.largest_cache
         cache = kv_block * (x.cache.host + x.cache.disk)
         return double_buffers(policy.overlap) * weights + kv_buffers(policy.overlap, False) * cache
+
+    def _staged(self, layers: int) -> float:
+        """The fraction of the weights that a staging buffer has room for: an average layer, or a unit of it."""
+        largest = max(sum(map(self.shapes.nbytes, unit.streamed_shapes)) for unit in self.shapes.units[1:-1])
+        is_cut = len(self.shapes.units) > len(self.shapes.layers)
+        return min(1 / layers, largest / self.cost.streamed_bytes) if is_cut else 1 / layers
 
     def _fixed_bytes(self, policy: Policy) -> int:
         """What the device holds regardless of the placement."""

@@ -197,6 +197,9 @@ class Checkpoint:
             names = [name] if self._find(name) else names_of(name) or [name]
             for each in names:
                 self._check(each, (shape[0] // len(names), *shape[1:]))
+                if self._find(each).format != self._find(names[0]).format:
+                    kinds = f"{self._find(each).format.name}, other experts in {self._find(names[0]).format.name}"
+                    raise UserError(f"the checkpoint {self.path} has {each!r} in {kinds}: it must be the same type")
 
     def _check(self, name: str, shape: tuple[int, ...]) -> None:
         stored = self._find(name)

@@ -63,7 +63,12 @@ class Job:
         shareable = (lambda s: len(s.prompt) - 1) if self.shares else None
         how = dict(window=self.window, least=self.least)
         return Scheduler(
-            rows, self.sizes, ChunkLimits(self.prefill_tokens, GROUP_ROWS), SLOTS[self.slots], shareable, **how
+            rows,
+            self.sizes,
+            ChunkLimits(self.prefill_tokens, GROUP_ROWS, GROUP_ROWS),
+            SLOTS[self.slots],
+            shareable,
+            **how,
         )
 
     @property
@@ -282,7 +287,7 @@ def test_rows_are_read_as_they_are_needed():
             read.append(n)
             yield row(n, [1, 2], 2)
 
-    scheduler = Scheduler(rows(), [2], ChunkLimits(100, GROUP_ROWS), SLOTS["full"], window=8)
+    scheduler = Scheduler(rows(), [2], ChunkLimits(100, GROUP_ROWS, GROUP_ROWS), SLOTS["full"], window=8)
     while (pass_ := scheduler.next()) is not None:
         assert len(scheduler.waiting) <= 8
         assert len(read) - len(scheduler.waiting) <= 1 + 1 + max(s.index for s in pass_.rows)
@@ -377,7 +382,7 @@ def pieces(draw) -> list[Piece]:
 def test_chunks_are_the_pieces_in_their_order(pieces, prefill_tokens):
     """Only chunks of prompts of one batch go to the tier of its hidden states between layers, in order; those with
     decode steps stay."""
-    chunks = cut(pieces, ChunkLimits(prefill_tokens, GROUP_ROWS))
+    chunks = cut(pieces, ChunkLimits(prefill_tokens, GROUP_ROWS, GROUP_ROWS))
     assert [piece for chunk in chunks for piece in chunk.pieces] == pieces
     ends: dict[int, list[int]] = {}
     for chunk in chunks:
@@ -395,7 +400,7 @@ def test_chunks_are_the_pieces_in_their_order(pieces, prefill_tokens):
 
 @given(pieces=pieces(), prefill_tokens=st.integers(1, 40))
 def test_no_two_consecutive_chunks_could_be_joined(pieces, prefill_tokens):
-    chunks = cut(pieces, ChunkLimits(prefill_tokens, GROUP_ROWS))
+    chunks = cut(pieces, ChunkLimits(prefill_tokens, GROUP_ROWS, GROUP_ROWS))
     for one, other in zip(chunks, chunks[1:]):
         first = other.pieces[0]
         size = one.size + first.size
