@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import replace
@@ -103,6 +104,17 @@ def test_the_relaxation_counts_no_more_bytes_than_the_plan(job, pair, percent):
     holds_head = all(placement.weights[name] == "gpu" for name in s.shapes.streamed[-1])
     for tier, nbytes in s.relaxation.memory(policy, x, holds_head).items():
         assert nbytes <= plan.needed(tier) + len(plan.items), tier  # items are rounded down
+
+
+@pytest.mark.parametrize("model", ["qwen3-30b-a3b", "mixtral-8x22b"])
+def test_mixtures_of_experts_stage_a_group_of_experts(model):
+    """Not a layer, which may be larger than all RAM."""
+    s = search(laptop(), model, prompts=64, prompt_len=32, gpu=8)
+    policy = Policy(64, 1, (0, 0, 100, 0, 100, 0))
+    x = RelaxedPlacement(Fractions(0, 0, 1), Fractions(1, 0, 0), Fractions(1, 0, 0))
+    needed = s.candidate(policy).plan.needed("ram")
+    assert s.relaxation.memory(policy, x, 0)["ram"] <= needed < 8 * GIB
+    assert s.relaxation.lower_bound(policy) < math.inf
 
 
 def fractions(sizes: Iterable[tuple[str, int]]) -> Fractions:
