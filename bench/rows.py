@@ -62,10 +62,14 @@ def on_gguf(kind: str, systems: dict[str, System]) -> dict[str, System]:
 
 
 def column(system: str) -> str:
-    """The table column of a system: its name without the GGUF type; all of ours that quantise share one."""
+    """The table column of a system: its name without the GGUF type; all of ours that quantise share one, and llama.cpp
+    with any number of sequences."""
+    if system.startswith("llama.cpp"):
+        return "llama.cpp"
     if system.startswith("ours") and "int" in system:
         return QUANTISED
-    return system.removesuffix(f" {system.split()[-1]}") if system.split()[-1].startswith("Q") else system
+    kind = system.split()[-1]
+    return system.removesuffix(f" {kind}") if kind.startswith(("Q", "MXFP")) else system
 
 
 OF_GGUF = {"llama.cpp": System("llama_cpp"), **STORED}
