@@ -648,6 +648,14 @@ TABLES = {
     ),
     "layers_smollm2": Table({"slots on average": "{slots}", "of each layer": "{each}"}, layer_slots),
     "rule_steps": Table({"rule": "{rule}", "decode step, ms": "{ms:.1f}", "over h2o's": "{over_h2o:.2f}"}),
+    "neurons_smollm2": Table(
+        {
+            "left out of the output": "{error:.0%}",
+            "sequences": "{sequences}",
+            "neurons needed": "{share:.1%}",
+            "in the layer that needs least": "{least:.1%}",
+        }
+    ),
     "rule_ideas": Table({"idea": "{idea}", "prose": "{handbook:+.1%}", "code": "{stdlib:+.1%}"}),
     "engine_stop": Table(
         {"stops": "{stops}", "seconds, median": "{median:.1f}", "longest": "{max:.1f}"},
