@@ -81,11 +81,7 @@ def _block(spec: GptOssSpec, index: int) -> Layer:
     at = f"model.layers.{index}"
     sinks = {"sinks": (f"{at}.self_attn.sinks", (spec.heads,))}
     router = matrix("router", f"{at}.mlp.router", spec.experts, spec.hidden, bias=True)
-    expert = (
-        matrix("gate", f"{at}.mlp.experts.{{}}.gate_proj", spec.expert_inner, spec.hidden, bias=True)
-        | matrix("up", f"{at}.mlp.experts.{{}}.up_proj", spec.expert_inner, spec.hidden, bias=True)
-        | matrix("down", f"{at}.mlp.experts.{{}}.down_proj", spec.hidden, spec.expert_inner, bias=True)
-    )
+    expert = llama.gated_tensors(f"{at}.mlp.experts.{{}}", spec.expert_inner, spec.hidden, bias=True)
     return Layer(llama.attention_tensors(spec, index) | sinks | router, expert=expert, experts=spec.experts)
 
 

@@ -24,6 +24,7 @@ SIZES = {
     "meta-llama/Llama-3.2-1B": (16, 2048, 8192, 32, 8, 64, 128256, 131072, 5e5, True),
     "meta-llama/Llama-3.2-3B": (28, 3072, 8192, 24, 8, 128, 128256, 131072, 5e5, True),
 }
+GATED_NAMES = ("gate_proj", "up_proj", "down_proj")
 #: the RoPE scaling of every LLaMA 3.1 and 3.2, without its factor
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
@@ -125,11 +126,18 @@ def attention_tensors(spec: LlamaSpec, index: int) -> Tensors:
 
 
 def mlp_tensors(spec: LlamaSpec, index: int) -> Tensors:
-    at = f"model.layers.{index}.mlp"
+    return gated_tensors(f"model.layers.{index}.mlp", spec.inner, spec.hidden, spec.mlp_bias)
+
+
+def gated_tensors(
+    at: str, inner: int, hidden: int, bias: bool = False, names: tuple[str, str, str] = GATED_NAMES
+) -> Tensors:
+    """Of a gated MLP, or of an expert. `names`: of its gate, up and down in the checkpoint."""
+    gate, up, down = names
     return (
-        matrix("gate", f"{at}.gate_proj", spec.inner, spec.hidden, spec.mlp_bias)
-        | matrix("up", f"{at}.up_proj", spec.inner, spec.hidden, spec.mlp_bias)
-        | matrix("down", f"{at}.down_proj", spec.hidden, spec.inner, spec.mlp_bias)
+        matrix("gate", f"{at}.{gate}", inner, hidden, bias)
+        | matrix("up", f"{at}.{up}", inner, hidden, bias)
+        | matrix("down", f"{at}.{down}", hidden, inner, bias)
     )
 
 

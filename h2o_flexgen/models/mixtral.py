@@ -6,11 +6,11 @@ from torch import Tensor
 
 from h2o_flexgen.kernels.experts import Routing
 from h2o_flexgen.models import llama, parts
-from h2o_flexgen.models.llama import LlamaSpec, attention, block, embed, logits
+from h2o_flexgen.models.llama import LlamaSpec, attention, embed, logits
 from h2o_flexgen.models.parts import Weights, mlp, rms_norm
 from h2o_flexgen.models.spec import Config, Layer, matrix
 
-__all__ = ["attention", "block", "embed", "expert", "logits", "named", "route", "spec", "tensors"]
+__all__ = ["attention", "embed", "expert", "logits", "named", "route", "spec", "tensors"]
 
 #: as in `llama.SIZES`
 SIZES = {
@@ -46,17 +46,14 @@ def tensors(spec: LlamaSpec) -> list[Layer]:
 
 def _block(spec: LlamaSpec, index: int) -> Layer:
     at = f"model.layers.{index}.block_sparse_moe"
-    expert = (
-        matrix("gate", f"{at}.experts.{{}}.w1", spec.inner, spec.hidden)
-        | matrix("up", f"{at}.experts.{{}}.w3", spec.inner, spec.hidden)
-        | matrix("down", f"{at}.experts.{{}}.w2", spec.hidden, spec.inner)
-    )
+    expert = llama.gated_tensors(f"{at}.experts.{{}}", spec.inner, spec.hidden, names=("w1", "w3", "w2"))
     router = matrix("router", f"{at}.gate", spec.experts, spec.hidden)
     return Layer(llama.attention_tensors(spec, index) | router, expert=expert, experts=spec.experts)
 
 
 def route(spec: LlamaSpec, w: Weights, hidden: Tensor) -> tuple[Tensor, Routing]:
-    return parts.route(spec, w, rms_norm(w, "mlp_norm", hidden, spec.eps), renormalises=True)
+    x = rms_norm(w, "mlp_norm", hidden, spec.eps)
+    return x, parts.route(spec, w, x, renormalises=True)
 
 
 expert = mlp

@@ -90,14 +90,14 @@ def mlp(spec: ModelSpec, w: Weights, x: Tensor) -> Tensor:
     return project(w, "down", wide)
 
 
-def route(spec: ModelSpec, w: Weights, x: Tensor, renormalises: bool) -> tuple[Tensor, Routing]:
-    """x (N, E), and the experts of each token by a softmax over all of them in fp32, of which the largest are taken;
-    with `renormalises` their weights add up to 1."""
+def route(spec: ModelSpec, w: Weights, x: Tensor, renormalises: bool) -> Routing:
+    """The experts of each token of x (N, E): those with the largest share of a softmax over all of them in fp32. With
+    `renormalises` their weights add up to 1."""
     shares = torch.softmax(project(w, "router", x), -1, dtype=torch.float32)
     weights, ids = shares.topk(spec.active, -1)
     if renormalises:
         weights = weights / weights.sum(-1, keepdim=True)
-    return x, Routing(ids, weights)
+    return Routing(ids, weights)
 
 
 def activation(name: str) -> Callable[[Tensor], Tensor]:

@@ -32,10 +32,10 @@ def windows(config: Config) -> list[int | None]:
     return [window if kind == SLIDING else None for kind in types]
 
 
-def qwen_spec(config: Config, kv_heads: int = 32, **changes) -> LlamaSpec:
-    """The spec of any Qwen; arguments as in `llama.spec`."""
+def qwen_spec(config: Config, **changes) -> LlamaSpec:
+    """The spec of a dense Qwen; `changes` as in `llama.spec`."""
     eos = config.tokens("eos_token_id")
-    found = llama.spec(config, kv_heads=kv_heads, default_positions=32768, eos=eos, **changes)
+    found = llama.spec(config, kv_heads=32, default_positions=32768, eos=eos, **changes)
     return of_layers([replace(found, window=window) for window in windows(config)])
 
 

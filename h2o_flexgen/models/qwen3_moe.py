@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -46,7 +46,7 @@ def spec(config: Config) -> Qwen3MoeSpec:
     step = config.size("decoder_sparse_step", 1)
     only = config.tokens("mlp_only_layers")
     return Qwen3MoeSpec(
-        **{each.name: getattr(found, each.name) for each in fields(found)},
+        **vars(found),
         renormalises=config.flag("norm_topk_prob", False),
         dense=frozenset(n for n in range(found.layers) if n in only or not experts or (n + 1) % step),
     )
@@ -68,17 +68,14 @@ def _block(spec: Qwen3MoeSpec, index: int) -> Layer:
     if index in spec.dense:
         return Layer(attention | llama.mlp_tensors(spec, index))
     at = f"model.layers.{index}.mlp"
-    expert = (
-        matrix("gate", f"{at}.experts.{{}}.gate_proj", spec.expert_inner, spec.hidden)
-        | matrix("up", f"{at}.experts.{{}}.up_proj", spec.expert_inner, spec.hidden)
-        | matrix("down", f"{at}.experts.{{}}.down_proj", spec.hidden, spec.expert_inner)
-    )
+    expert = llama.gated_tensors(f"{at}.experts.{{}}", spec.expert_inner, spec.hidden)
     router = matrix("router", f"{at}.gate", spec.experts, spec.hidden)
     return Layer(attention | router, expert=expert, experts=spec.experts)
 
 
 def route(spec: Qwen3MoeSpec, w: Weights, hidden: Tensor) -> tuple[Tensor, Routing]:
-    return parts.route(spec, w, rms_norm(w, "mlp_norm", hidden, spec.eps), spec.renormalises)
+    x = rms_norm(w, "mlp_norm", hidden, spec.eps)
+    return x, parts.route(spec, w, x, spec.renormalises)
 
 
 expert = mlp

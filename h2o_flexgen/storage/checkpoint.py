@@ -172,9 +172,10 @@ class Checkpoint:
 
     def find(self, name: str) -> Stored | Stack | None:
         """The tensor of a full name; experts may be apart in the files."""
-        found = self._find(name)
+        if found := self._find(name):
+            return found
         parts = [self._find(each) for each in names_of(name)]
-        return found if found or not parts or None in parts else Stack(tuple(parts))
+        return None if not parts or None in parts else Stack(tuple(parts))
 
     def _find(self, name: str) -> Stored | Part | None:
         """A checkpoint saved from an inner module lacks up to two leading parts of its names."""
@@ -195,13 +196,14 @@ class Checkpoint:
         """Raises UserError unless the checkpoint has every tensor in its shape."""
         for name, shape in needed.items():
             names = [name] if self._find(name) else names_of(name) or [name]
-            for each in names:
-                self._check(each, (shape[0] // len(names), *shape[1:]))
-                if self._find(each).format != self._find(names[0]).format:
-                    kinds = f"{self._find(each).format.name}, other experts in {self._find(names[0]).format.name}"
-                    raise UserError(f"the checkpoint {self.path} has {each!r} in {kinds}: it must be the same type")
+            formats = {each: self._checked_format(each, (shape[0] // len(names), *shape[1:])) for each in names}
+            first = formats[names[0]]
+            other = next((each for each in names if formats[each] != first), None)
+            if other is not None:
+                kinds = f"{formats[other].name}, other experts in {first.name}"
+                raise UserError(f"the checkpoint {self.path} has {other!r} in {kinds}: it must be the same type")
 
-    def _check(self, name: str, shape: tuple[int, ...]) -> None:
+    def _checked_format(self, name: str, shape: tuple[int, ...]) -> Format:
         stored = self._find(name)
         problem = None
         if stored is None:
@@ -212,6 +214,7 @@ class Checkpoint:
             problem = f"{self.name_in_file(name)!r} in shape {list(stored.shape)}, the config asks for {list(shape)}"
         if problem is not None:
             raise UserError(f"the checkpoint {self.path} has {problem}")
+        return stored.format
 
     def check_tied(self, embedding: str, head: str) -> None:
         """Raises UserError if a head that the config ties to the embedding is a different tensor, since transformers
