@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from functools import partial
 
 import gguf
 import pytest
@@ -20,6 +19,7 @@ from h2o_flexgen.analysis.model import LayerModel
 from h2o_flexgen.formats.forms import names_of
 from h2o_flexgen.kernels.attention import causal_attention
 from h2o_flexgen.kernels.experts import Routing
+from h2o_flexgen.kernels.linear import linear
 from h2o_flexgen.models import spec as spec_module
 from h2o_flexgen.models.registry import family, read_spec
 
@@ -161,9 +161,9 @@ def test_a_routing_adds_up_experts_in_their_order():
     weights = torch.rand(6, 2, generator=torch.Generator().manual_seed(1))
     routing = Routing(ids, weights)
     total = torch.zeros_like(x)
-    experts = {n: partial(torch.mul, torch.tensor(n + 1.0)) for n in range(4)}
-    routing.add(dict(list(experts.items())[:2]), x, total)
-    routing.add(dict(list(experts.items())[2:]), x, total)
+    multiply = lambda w, rows: linear(rows, w["matrix"])
+    for group in (range(2), range(2, 4)):
+        routing.add(group, {"matrix": [torch.eye(4) * (n + 1) for n in group]}, multiply, x, total)
     assert set(routing.experts) == {0, 1, 3}
     for token in range(6):
         expected = sum(float(w) * (int(e) + 1) * x[token] for e, w in zip(ids[token], weights[token]))

@@ -15,7 +15,7 @@ from h2o_flexgen.engine.sampling import score_rows
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.formats.forms import forms
 from h2o_flexgen.kernels.attention import PLAIN, Softmax
-from h2o_flexgen.kernels.experts import Routing, each_of
+from h2o_flexgen.kernels.experts import Routing
 from h2o_flexgen.machine import memory
 from h2o_flexgen.machine.device import open_device
 from h2o_flexgen.models.registry import family
@@ -149,7 +149,7 @@ class LayerModel:
         total = torch.zeros_like(x)
         for number in groups:
             compute = partial(self._family.expert, spec)
-            routing.add(each_of(self._experts[number], self._weights.get(number), compute), x, total)
+            routing.add(self._experts[number], self._weights.get(number), compute, x, total)
             self._weights.release(number)
         return total
 

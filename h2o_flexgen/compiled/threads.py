@@ -97,7 +97,7 @@ def compiled():
         if machine() == "x86_64" and not get_host_cpu_features().get("f16c"):
             return None
         from h2o_flexgen import compiled
-        from h2o_flexgen.compiled import attention, block_tiles, blocks, codes, rowwise, tiles  # noqa: F401
+        from h2o_flexgen.compiled import attention, block_rows, block_tiles, blocks, codes, rowwise, tiles  # noqa: F401
     except (ImportError, RuntimeError):
         return None
     return compiled

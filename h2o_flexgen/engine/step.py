@@ -31,7 +31,7 @@ from h2o_flexgen.engine.observer import Observer
 from h2o_flexgen.engine.report import Meter
 from h2o_flexgen.engine.scheduler import Pass
 from h2o_flexgen.engine.stores import Prefetcher, Stores
-from h2o_flexgen.kernels.experts import Routing, each_of
+from h2o_flexgen.kernels.experts import Routing
 from h2o_flexgen.kv_cache.layout import KVTensors
 from h2o_flexgen.kv_cache.rule import CacheRule
 from h2o_flexgen.machine import memory
@@ -164,7 +164,7 @@ class Walk:
             state = state.clone()  # it is written back while its staging buffer is filled again
         hidden, x, total = state
         routing = self._routed[n]
-        routing.add(each_of(group, w, partial(self.family.expert, self.spec)), x, total)
+        routing.add(group, w, partial(self.family.expert, self.spec), x, total)
         if is_last:
             del self._routed[n]
             state = hidden.add_(total)

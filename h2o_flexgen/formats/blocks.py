@@ -45,20 +45,20 @@ class Blocks(Format):
 
     @cached_property
     def tile(self) -> tuple[int, int, int] | None:
-        """The last fields of `block_tiles.Blocks`; None: matmuls in int8 do not read this format as stored."""
+        """The last fields of `block_rows.Blocks`; None: matmuls in int8 do not read this format as stored."""
         codes = self.layout.codes
         needs_halves = bool(codes.table) or codes.bits[0][-1].per_byte > 1
         if self.layout.floats or self.layout.run % 16 or (needs_halves and self.layout.size != 32):
             return None
         lowest, highest = codes.bounds
         loops = threads.compiled()
-        kind = loops and loops.block_tiles.kind_of(self.layout.group, highest - lowest)
+        kind = loops and loops.block_rows.kind_of(self.layout.group, highest - lowest)
         return None if kind is None else (kind, lowest, highest - lowest)
 
     @property
     def chunk(self) -> int:
         """Elements that such matmuls scale at once."""
-        return threads.compiled().block_tiles.CHUNKS[self.tile[0]]
+        return threads.compiled().block_rows.CHUNKS[self.tile[0]]
 
     def row_bytes(self, width: int) -> tuple[int, ...]:
         return (width // self.layout.size * self.layout.nbytes,)

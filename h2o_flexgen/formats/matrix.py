@@ -62,11 +62,6 @@ class Quantised:
         rows = [self.raw[at : at + self.shape[0] * size].view(-1, size)[ids] for at, size in arrays]
         return Quantised(self.format, torch.cat([x.view(-1) for x in rows]), (len(ids), self.shape[1]))
 
-    def blocks(self) -> tuple[tuple, tuple]:
-        """A matrix that matmuls read as stored, on the CPU: `block_tiles.Blocks` and its layout in plain tuples."""
-        raw = self.raw.view(self.shape[0], -1).numpy()
-        return (raw, stored_rows(self.shape[0], self.format.heads), *self.format.tile), self.format.layout.arrays
-
     def is_finite(self) -> bool:
         """Whether all that its codes can stand for is finite: MXFP4 has finite scales of values that are not."""
         parts = self._parts(0, self.shape[0], BUFFERED_PART)

@@ -5,25 +5,15 @@ Shapes: N tokens, E hidden width, K experts that each token goes through.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from functools import partial
+from collections.abc import Callable, Collection, Iterator
 
-import torch
 from torch import Tensor
 
-from h2o_flexgen.compiled.threads import in_order
+from h2o_flexgen.kernels.int8 import INT8_ROWS
+from h2o_flexgen.kernels.operands import Grouped
 
-#: an expert: (n, E) -> (n, E)
-Expert = Callable[[Tensor], Tensor]
-
-
-def each_of(group: range, matrices: dict[str, list], compute: Callable[[dict, Tensor], Tensor]) -> dict[int, Expert]:
-    """The experts of a group by their numbers. `matrices`: by short name, of each of them; `compute`: (the tensors of
-    one, rows)."""
-    found = {}
-    for place, expert in enumerate(group):
-        found[expert] = partial(compute, {short: each[place] for short, each in matrices.items()})
-    return found
+#: (tensors by short name, x (n, E)) -> (n, E); a tensor may be a group, of the same tensor of several experts
+Expert = Callable[[dict, Tensor], Tensor]
 
 
 class Routing:
@@ -51,27 +41,42 @@ class Routing:
         """Those that have a token."""
         return self._parts.keys()
 
-    def add(self, experts: dict[int, Expert], x: Tensor, total: Tensor) -> None:
-        """Add the weighted outputs of some experts to `total` (N, E), from x (N, E).
+    def add(self, group: range, matrices: dict[str, list], compute: Expert, x: Tensor, total: Tensor) -> None:
+        """Add the weighted outputs of a group of experts to `total` (N, E), from x (N, E). `matrices`: by short name,
+        of each expert of the group.
 
-        Experts of a token are added up one by one, in ascending order if they are given so, as transformers does: the
+        Experts of a token are added up one by one, in ascending order if groups are given so, as transformers does: the
         sum depends neither on other tokens nor on how experts are grouped.
         """
-        wanted = [expert for expert in experts if expert in self._parts]
-        works = [partial(self._output, expert, experts[expert], x) for expert in wanted]
-        ahead = self._ahead(wanted, x)
-        outputs = (work() for work in works) if ahead == 1 else in_order(works, ahead)
-        for expert, output in zip(wanted, outputs):
-            total.index_add_(0, self._tokens[self._parts[expert]], output)
+        for experts in self._batches(group, len(x)):
+            parts = [self._parts[expert] for expert in experts]
+            all_rows = slice(parts[0].start, parts[-1].stop)
+            w = self._weights_of([group.index(expert) for expert in experts], parts, matrices)
+            outputs = compute(w, x.index_select(0, self._tokens[all_rows]))
+            outputs.mul_(self._weights[all_rows, None].to(x.dtype))
+            for part, output in zip(parts, outputs.split([part.stop - part.start for part in parts])):
+                total.index_add_(0, self._tokens[part], output)
 
-    def _ahead(self, experts: list[int], x: Tensor) -> int:
-        """How many experts are computed before the first is added up: with few rows a core each is faster than all
-        cores for one after the other. Those at work have at most N rows, for which there is room."""
-        sizes = sorted((part.stop - part.start for part in map(self._parts.get, experts)), reverse=True)
-        most = 1 if x.is_cuda else min(torch.get_num_threads() + 1, len(sizes))
-        return max(n for n in range(1, most + 1) if n == 1 or sum(sizes[:n]) <= len(x)) if sizes else 1
+    def _batches(self, group: range, tokens: int) -> Iterator[list[int]]:
+        """The experts of a group that have tokens, in lists of those that are computed together: with N rows at most,
+        for which there is room, and no more than an int8 matmul takes at once, or one alone."""
+        batch = []
+        room = most = min(tokens, INT8_ROWS)
+        for expert in filter(self._parts.__contains__, group):
+            part = self._parts[expert]
+            size = part.stop - part.start
+            if batch and size > room:
+                yield batch
+                batch = []
+                room = most
+            batch.append(expert)
+            room -= size
+        if batch:
+            yield batch
 
-    def _output(self, expert: int, compute: Expert, x: Tensor) -> Tensor:
-        part = self._parts[expert]
-        found = compute(x.index_select(0, self._tokens[part]))
-        return found.mul_(self._weights[part, None].to(x.dtype))
+    def _weights_of(self, places: list[int], parts: list[slice], matrices: dict[str, list]) -> dict:
+        """The tensors of the experts at some places of a group."""
+        if len(places) == 1:
+            return {short: each[places[0]] for short, each in matrices.items()}
+        counts = [part.stop - part.start for part in parts]
+        return {short: Grouped([each[n] for n in places], counts) for short, each in matrices.items()}

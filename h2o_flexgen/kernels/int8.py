@@ -21,7 +21,7 @@ from torch import Tensor
 from h2o_flexgen.compiled.threads import compiled, float_array, in_threads
 from h2o_flexgen.formats import Int4, Quantised
 from h2o_flexgen.kernels.exact import WIDEN_BYTES
-from h2o_flexgen.kernels.operands import Int8Activations, Int8Weight, quantise
+from h2o_flexgen.kernels.operands import Grouped, Int8Activations, Int8Weight, quantise
 
 #: rows of a matmul in int8 at once, whose sums are in int32
 INT8_ROWS = 512
@@ -30,20 +30,22 @@ CUDA_ROWS = 16
 CUDA_MULTIPLE = 8
 #: the sum of this many products of codes stays below 2^24, up to which fp32 has every integer
 EXACT_COLUMNS = 1024
+#: outputs that a thread of `Tiled` computes at least
+PART = 64
 #: products that a compiled loop adds up in the time that other loops take for one element
 PRODUCTS = 32
 
-#: in codes of 8 bits, or in blocks of 4 bits
-Weight = Int8Weight | Quantised
-#: a weight with its bias
-Layer = tuple[Weight, Tensor | None]
+#: in codes of 8 bits, or in blocks of 4 bits, also a group of the latter
+Weight = Int8Weight | Quantised | Grouped
+#: a weight with its bias, also in a group
+Layer = tuple[Weight, Tensor | Grouped | None]
 
 
 class Product(NamedTuple):
     """x @ weight.T + bias, into out (R, O) of any float type."""
 
     weight: Weight
-    bias: Tensor | None
+    bias: Tensor | Grouped | None
     out: Tensor
 
 
@@ -56,7 +58,8 @@ def int8_linear(
 
 
 def int8_linears(x: Tensor, layers: list[Layer], outliers: bool = True, kernel: str = "transposed") -> list[Tensor]:
-    """The same of several weights with their biases: x is quantised once, INT8_ROWS rows at a time."""
+    """The same of several weights with their biases: x is quantised once, INT8_ROWS rows at a time. The rows of a group
+    are no more than that."""
     rows = x.reshape(-1, x.shape[-1])
     outs = [x.new_empty(len(rows), weight.height) for weight, _ in layers]
     for part, *part_outs in zip(rows.split(INT8_ROWS), *(out.split(INT8_ROWS) for out in outs)):
@@ -188,41 +191,51 @@ class Packed(Kernel):
         )
 
 
+class Task(NamedTuple):
+    """Some outputs of a product."""
+
+    parts: int  # that threads may share
+    compute: Callable[[int, int], None]  # (begin, end), in parts
+
+
 class Tiled(Kernel):
     """Loops compiled for this CPU, which read W in its stored layout and scale sums while these are in the CPU's cache:
     `tiles` for 8 bits, `block_tiles` for blocks, which round elements less than codes of 8 bits with one scale per
     row do."""
 
     def accepts(self, weight: Weight) -> bool:
-        return isinstance(weight, Quantised) or (super().accepts(weight) and may_tile(weight.codes.shape))
+        return isinstance(weight, Quantised | Grouped) or (super().accepts(weight) and may_tile(weight.codes.shape))
 
     def run(self, x: Int8Activations, products: list[Product]) -> None:
-        """The threads share the outputs of all products, TILE_OUT at a time."""
-        sizes = {weight.format.chunk for weight, _, _ in products if isinstance(weight, Quantised)}
-        in_order = {size: x.for_blocks(size) for size in sizes}
-        loops = [self._loop(x, product, in_order) for product in products]
-        outs = [float_array(product.out) for product in products]
-        tall = compiled().tiles.TILE_OUT
-        ends = list(accumulate(-(-product.weight.height // tall) for product in products))
+        """The threads share the outputs of all products."""
+        arranged = cache(x.for_blocks)
+        tasks = [self._task(x, product, arranged) for product in products]
+        ends = list(accumulate(task.parts for task in tasks))
 
-        def part(begin: int, end: int) -> None:
-            for loop, out, first in zip(loops, outs, [0, *ends]):
-                a = max(begin - first, 0) * tall
-                b = min((end - first) * tall, out.shape[1])
-                if a < b:
-                    loop(a, b, out)
+        def work(begin: int, end: int) -> None:
+            for task, last in zip(tasks, ends):
+                first = last - task.parts
+                if begin < last and end > first:
+                    task.compute(max(begin - first, 0), min(end - first, task.parts))
 
-        in_threads(part, ends[-1], x.codes.numel() * ends[-1] * tall // PRODUCTS)
+        in_threads(work, ends[-1], x.codes.shape[1] * sum(out.numel() for _, _, out in products) // PRODUCTS)
 
-    def _loop(self, x: Int8Activations, product: Product, in_order: dict) -> Callable:
-        """A loop (begin, end, out) over some of the outputs. `in_order`: {size: x for chunks of that size}."""
-        weight, bias, _ = product
-        bias = _fp32(bias, weight)
-        if isinstance(weight, Quantised):
-            codes = in_order[weight.format.chunk]
-            return partial(compiled().block_tiles.multiply, codes, x.row_floats, *weight.blocks(), bias)
-        arrays = [t.numpy() for t in (weight.codes.contiguous(), weight.scale)]
-        return partial(compiled().tiles.multiply, x.for_tiles, x.row_floats, *arrays, bias)
+    def _task(self, x: Int8Activations, product: Product, arranged: Callable) -> Task:
+        """arranged: (elements of a chunk) -> x for blocks."""
+        weight, bias, out = product
+        out = float_array(out)
+        height = weight.height
+        if isinstance(weight, Int8Weight):
+            arrays = [t.numpy() for t in (weight.codes.contiguous(), weight.scale)]
+            compute = partial(compiled().tiles.multiply, x.for_tiles, x.row_floats, *arrays, _fp32(bias, height))
+            return Task(-(-height // PART), lambda a, b: compute(a * PART, min(b * PART, height), out))
+        group = weight if isinstance(weight, Grouped) else Grouped([weight], [len(x.codes)])
+        biases = bias.members if isinstance(bias, Grouped) else [bias] * len(group.members)
+        bias = np.stack([_fp32(each, height) for each in biases])
+        codes = arranged(group.members[0].format.chunk)
+        loops = compiled().block_tiles
+        compute = partial(loops.multiply, codes, x.row_floats, *group.blocks(), bias)
+        return Task(len(biases) * -(-height // loops.HEIGHT), lambda a, b: compute(a, b, out))
 
     def sums(self, codes: Tensor, weight: Tensor) -> Tensor:
         out = torch.empty(len(codes), len(weight))
@@ -250,13 +263,13 @@ def _scale_back(sums: Tensor, columns: Tensor, x: Int8Activations, product: Prod
         wide = (x.scale[:, None] * sums).addmm_(x.kept, columns.float()).mul_(weight.scale)
         out.copy_(wide if bias is None else wide.add_(bias))
         return
-    arrays = [sums.numpy(), columns.numpy(), x.row_floats, weight.scale.numpy(), _fp32(bias, weight)]
+    arrays = [sums.numpy(), columns.numpy(), x.row_floats, weight.scale.numpy(), _fp32(bias, weight.height)]
     target = float_array(out)
     in_threads(lambda a, b: loops.tiles.scale_back(*arrays, a, b, target), len(out), out.numel())
 
 
-def _fp32(bias: Tensor | None, weight: Weight) -> np.ndarray:
-    return np.zeros(weight.height, np.float32) if bias is None else bias.float().numpy()
+def _fp32(bias: Tensor | None, height: int) -> np.ndarray:
+    return np.zeros(height, np.float32) if bias is None else bias.float().numpy()
 
 
 def may_tile(shape: Sequence[int]) -> bool:
@@ -271,7 +284,7 @@ def may_tile(shape: Sequence[int]) -> bool:
 def takes_blocks() -> bool:
     """Whether matmuls can read weights in blocks of 4 bits directly, on this CPU."""
     loops = compiled()
-    if loops is None or not loops.block_tiles.IS_POSSIBLE:
+    if loops is None or not loops.block_rows.IS_POSSIBLE:
         return False
     codes = torch.tensor([[-127], [127]], dtype=torch.int8).repeat(12, 192)
     form = Int4(64)

@@ -8,19 +8,20 @@ not exact, run only where they are asked for. fp32, and all floats on CUDA, alwa
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import compress
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from h2o_flexgen.compiled.threads import in_order
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.formats import Blocks, Dense, Format, Int8, Quantised, dtype_name
 from h2o_flexgen.formats.forms import operand_key
 from h2o_flexgen.kernels import exact, int8
 from h2o_flexgen.kernels.int8 import int8_linears
-from h2o_flexgen.kernels.operands import Int8Weight, SlicedWeight
+from h2o_flexgen.kernels.operands import Grouped, Int8Weight, SlicedWeight
 from h2o_flexgen.kernels.rates import HALF_TYPES, INT8, ROWS, KernelRates
 from h2o_flexgen.kernels.timing import measure
 
@@ -49,9 +50,14 @@ def linear(
 
 
 def linears(
-    x: Tensor, layers: list[tuple[Tensor | Quantised | Int8Weight, Tensor | None]], outliers: bool = True
+    x: Tensor,
+    layers: list[tuple[Tensor | Quantised | Int8Weight | Grouped, Tensor | Grouped | None]],
+    outliers: bool = True,
 ) -> list[Tensor]:
-    """The same for several weights with their biases; some may be in int8."""
+    """The same for several weights with their biases; some may be in int8, and all be groups."""
+    first, _ = layers[0]
+    if isinstance(first, Grouped) and not _is_int8(first):
+        return _by_member(x, layers, outliers)
     are_int8 = [_is_int8(weight) for weight, _ in layers]
     outs = iter(())
     if any(are_int8):
@@ -60,9 +66,28 @@ def linears(
     return [next(outs) if is_int8 else _linear(x, *layer, outliers) for is_int8, layer in zip(are_int8, layers)]
 
 
-def _is_int8(weight: Tensor | Quantised | Int8Weight) -> bool:
+def _is_int8(weight: Tensor | Quantised | Int8Weight | Grouped) -> bool:
     """Whether the kernels of `int8` read a weight directly."""
+    if isinstance(weight, Grouped):
+        return isinstance(weight.members[0], Quantised) and _is_int8(weight.members[0])
     return isinstance(weight, Int8Weight) or (isinstance(weight, Quantised) and weight.operand == weight.format)
+
+
+def _by_member(x: Tensor, layers: list[tuple[Grouped, Grouped | None]], outliers: bool) -> list[Tensor]:
+    """`linears` of groups. With few rows a core for each member is faster than all cores for one after the other, but
+    only one at a time is decoded."""
+    counts = layers[0][0].counts
+    works = []
+    for n, rows in enumerate(x.split(counts)):
+        members = [(weight.members[n], bias and bias.members[n]) for weight, bias in layers]
+        works.append(partial(linears, rows, members, outliers))
+    is_alone = x.is_cuda or isinstance(layers[0][0].members[0], Quantised)
+    results = (work() for work in works) if is_alone else in_order(works, torch.get_num_threads() + 1)
+    outs = [x.new_empty(len(x), weight.height) for weight, _ in layers]
+    for *targets, result in zip(*(out.split(counts) for out in outs), results):
+        for target, found in zip(targets, result):
+            target.copy_(found)
+    return outs
 
 
 def _linear(x: Tensor, weight: Tensor | Quantised | SlicedWeight, bias: Tensor | None, outliers: bool) -> Tensor:

@@ -18,6 +18,7 @@ from torch import Tensor
 from h2o_flexgen.compiled.threads import compiled, float_array, in_threads
 from h2o_flexgen.formats import Quantised
 from h2o_flexgen.formats.codes import quantise_rows
+from h2o_flexgen.formats.matrix import stored_rows
 
 #: an outlier is more than this many times the mean absolute value of its row
 OUTLIER_RATIO = 8.0
@@ -54,6 +55,34 @@ def split_rows(weight: Tensor | Quantised | Int8Weight, count: int) -> list[Tens
         return list(weight.chunk(count))
     shape = (weight.height // count, weight.shape[1])
     return [replace(weight, raw=raw, shape=shape) for raw in weight.raw.chunk(count)]
+
+
+@dataclass
+class Grouped:
+    """Matrices (O, I), or biases (O,), of one shape, each for some of the rows of x."""
+
+    members: list[Tensor | Quantised | Int8Weight]
+    counts: list[int]  # rows of x for each, behind those of the one before
+
+    @property
+    def height(self) -> int:
+        """The outputs of each, O."""
+        first = self.members[0]
+        return len(first) if isinstance(first, Tensor) else first.height
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.members[0].is_cuda
+
+    def blocks(self) -> tuple[tuple, tuple]:
+        """Quantised matrices that matmuls read as stored, on the CPU: `block_rows.Blocks` and its layout in plain
+        tuples. They hold addresses: the matrices must outlive them."""
+        first = self.members[0]
+        addresses = np.array([each.raw.data_ptr() for each in self.members])
+        stored = stored_rows(first.height, first.format.heads)
+        row_bytes = first.nbytes // first.height
+        blocks = (addresses, np.cumsum(self.counts), row_bytes, stored, *first.format.tile)
+        return blocks, first.format.layout.arrays
 
 
 class SlicedWeight:

@@ -179,17 +179,16 @@ def _expert_rates(device: Device, dtype: torch.dtype, stored: torch.dtype | str,
     sizes = {"hidden_size": hidden, "intermediate_size": inner, "num_attention_heads": 1}
     spec = spec_of({"model_type": "llama", "num_hidden_layers": 1, "vocab_size": 1, **sizes}, "the experts")
     shapes = {"gate.weight": (inner, hidden), "up.weight": (inner, hidden), "down.weight": (hidden, inner)}
-    experts = {}
-    for n in range(EXPERTS):
-        w = {name: _weights(device, stored, shape, 0)[0] for name, shape in shapes.items()}
-        experts[n] = partial(mlp, spec, w)
+    matrices = {name: [_weights(device, stored, shape, 0)[0] for _ in range(EXPERTS)] for name, shape in shapes.items()}
     found = {}
     for rows in EXPERT_ROWS:
         x = torch.randn(rows * EXPERTS, hidden, device=device.torch_device).to(dtype)
         ids = torch.arange(len(x), device=device.torch_device).remainder(EXPERTS)[:, None]
         routing = Routing(ids, torch.ones_like(ids, dtype=torch.float32))
         total = torch.zeros_like(x)
-        seconds = call_seconds(device, partial(routing.add, experts, x, total), scale)
+        seconds = call_seconds(
+            device, partial(routing.add, range(EXPERTS), matrices, partial(mlp, spec), x, total), scale
+        )
         found[rows] = 6 * prod(scale.expert) * len(x) / seconds
     return found
 

@@ -18,6 +18,8 @@ from h2o_flexgen.formats import GGUF, Dense, Int4, Int8, Quantised
 from h2o_flexgen.formats.layout import EXPONENT
 from h2o_flexgen.kernels import int8, linear
 from h2o_flexgen.kernels.int8 import int8_linear, int8_linears
+from h2o_flexgen.kernels.linear import linears
+from h2o_flexgen.kernels.operands import Grouped
 from h2o_flexgen.kernels.rates import ROWS
 from h2o_flexgen.models.quantised.method import zeroed
 
@@ -67,6 +69,22 @@ def test_its_numbers_are_close_to_the_decoded_ones(form):
     largest = weight.format.codes(weight.raw, weight.shape, 0, 20).largest[:, None]
     step = largest / 8000 * (0.5 + (highest - lowest) / 4)
     assert ((in_blocks(weight) - stored).abs() <= step + 1e-12).all()
+
+
+@every_format
+def test_a_group_gives_each_member_its_rows(form):
+    """As if each were multiplied alone, to the bit."""
+    counts = [3, 1, 40, 9]
+    weights = [[blocks(form, out, 768, seed + 7 * out) for seed in range(4)] for out in (90, 20)]
+    biases = [torch.randn(4, 90), None]
+    x = activations(sum(counts), 768)
+    layers = []
+    for members, bias in zip(weights, biases):
+        layers.append((Grouped(members, counts), None if bias is None else Grouped(list(bias), counts)))
+    for got, members, bias in zip(linears(x, layers), weights, biases):
+        each = enumerate(zip(x.split(counts), members))
+        alone = [int8_linear(rows, member, None if bias is None else bias[n]) for n, (rows, member) in each]
+        assert torch.equal(got, torch.cat(alone))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -58,8 +58,8 @@ def through(spec, state, layer, hidden, positions, attend):
     x, routing = maths.route(spec, w, hidden)
     total = torch.zeros_like(x)
     for n in range(layer.experts):
-        each = {short: state[name.format(n)] for short, (name, _) in layer.expert.items()}
-        routing.add({n: partial(maths.expert, spec, each)}, x, total)
+        matrices = {short: [state[name.format(n)]] for short, (name, _) in layer.expert.items()}
+        routing.add(range(n, n + 1), matrices, partial(maths.expert, spec), x, total)
     return hidden + total
 
 
