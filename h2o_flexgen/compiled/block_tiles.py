@@ -37,6 +37,8 @@ from h2o_flexgen.compiled.floats import U
 from h2o_flexgen.compiled.simd import HAS_VNNI, I8, I16, I32, I64, IS_AVX512, TILE_OUT
 from h2o_flexgen.compiled.tiles import Outputs, RowFloats, finish_row
 
+#: outputs that a thread computes at least
+PART = 16
 #: rows of x in a tile
 _ROWS = 4 if IS_AVX512 else 2
 #: numbers of 16 bits in a register: the chunks whose minima are multiplied at once
@@ -194,7 +196,7 @@ def multiply(x_codes, x, weight, layout, bias, begin, end, out):
     """out = scale * (codes @ weight.T) + kept @ weight.T[places] + bias, as `tiles.multiply`, of each weight and
     its rows of x.
 
-    The outputs of a weight are cut into parts of HEIGHT, and the parts `begin` to `end` of all weights are computed.
+    The outputs of a weight are cut into parts of PART, and the parts `begin` to `end` of all weights are computed.
 
     Args:
         x_codes: codes and sums, from `arrange`; x: `RowFloats` as a plain tuple.
@@ -206,7 +208,7 @@ def multiply(x_codes, x, weight, layout, bias, begin, end, out):
     weight = Blocks(*weight)
     layout = Arrays(*layout)
     outputs = len(weight.stored)
-    parts = -(-outputs // HEIGHT)
+    parts = -(-outputs // PART)  # of a weight
     size = CHUNKS[weight.kind]
     segment = new_segment(size, _ROWS, layout.table, weight.lowest)
     all_totals = np.empty((_most_rows(weight.ends), HEIGHT), np.float32)
@@ -215,14 +217,16 @@ def multiply(x_codes, x, weight, layout, bias, begin, end, out):
     ones = np.ones(outputs, np.float32)  # totals are scaled already
     outliers = _spread_places(x.places, size)
     plan = plan_of(layout, size, weight.row_bytes, segment.numbers)
-    for part in range(begin, end):
-        m = part // parts
+    while begin < end:
+        m = begin // parts
+        o = begin % parts * PART
+        begin = min(begin + HEIGHT // PART, end, (m + 1) * parts)
         first = weight.ends[m - 1] if m else 0
         last = weight.ends[m]
         if first == last:
             continue
-        o = part % parts * HEIGHT
-        rows = weight.addresses[m] + weight.stored[o : min(o + HEIGHT, outputs)] * weight.row_bytes
+        stored = weight.stored[o : min((begin - m * parts) * PART, outputs)]
+        rows = weight.addresses[m] + stored * weight.row_bytes
         totals = all_totals[: last - first]
         part_codes = codes[first:last], code_sums[first:last]
         _sums(part_codes, weight, plan, rows, outliers, segment, totals, columns)

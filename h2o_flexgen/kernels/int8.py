@@ -30,8 +30,6 @@ CUDA_ROWS = 16
 CUDA_MULTIPLE = 8
 #: the sum of this many products of codes stays below 2^24, up to which fp32 has every integer
 EXACT_COLUMNS = 1024
-#: outputs that a thread of `Tiled` computes at least
-PART = 64
 #: products that a compiled loop adds up in the time that other loops take for one element
 PRODUCTS = 32
 
@@ -228,14 +226,15 @@ class Tiled(Kernel):
         if isinstance(weight, Int8Weight):
             arrays = [t.numpy() for t in (weight.codes.contiguous(), weight.scale)]
             compute = partial(compiled().tiles.multiply, x.for_tiles, x.row_floats, *arrays, _fp32(bias, height))
-            return Task(-(-height // PART), lambda a, b: compute(a * PART, min(b * PART, height), out))
+            tall = compiled().tiles.TILE_OUT
+            return Task(-(-height // tall), lambda a, b: compute(a * tall, min(b * tall, height), out))
         group = weight if isinstance(weight, Grouped) else Grouped([weight], [len(x.codes)])
         biases = bias.members if isinstance(bias, Grouped) else [bias] * len(group.members)
         bias = np.stack([_fp32(each, height) for each in biases])
         codes = arranged(group.members[0].format.chunk)
         loops = compiled().block_tiles
         compute = partial(loops.multiply, codes, x.row_floats, *group.blocks(), bias)
-        return Task(len(biases) * -(-height // loops.HEIGHT), lambda a, b: compute(a, b, out))
+        return Task(len(biases) * -(-height // loops.PART), lambda a, b: compute(a, b, out))
 
     def sums(self, codes: Tensor, weight: Tensor) -> Tensor:
         out = torch.empty(len(codes), len(weight))
