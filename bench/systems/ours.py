@@ -17,7 +17,8 @@ from bench.job import Job
 from bench.rates import disk_rate, matmul_rate
 from h2o_flexgen.models import inspect
 from h2o_flexgen.models.registry import family
-from h2o_flexgen.planning.workload import batch_sizes, matmul_rows
+from h2o_flexgen.models.spec import Tensors
+from h2o_flexgen.planning.workload import batch_sizes, group_rows, matmul_rows
 from h2o_flexgen.policy import Policy
 
 
@@ -74,16 +75,23 @@ def _largest_file(job: Job) -> Path:
 
 
 def matmul_seconds(job: Job, report: dict) -> float:
-    """Seconds of all decode steps' matmuls alone, at the rate of a transformer block's."""
+    """Seconds of all decode steps' matmuls alone, at the rates of a block's and of experts that share rows evenly."""
     policy = Policy(**report["policy"])
     dtype = torch.int8 if report.get("compute") == "int8" else getattr(torch, report["dtype"])
     spec = inspect.find(job.model).spec
     _, first_block, *_, last = family(spec.model_type).tensors(spec)
-    block = [shape for shape in first_block.streamed_shapes.values() if len(shape) == 2]
-    head = [shape for shape in last.streamed_shapes.values() if len(shape) == 2]
-    rows = max(matmul_rows(batch_sizes(job.batch, policy)))
+    block, expert, head = map(_matrices, (first_block.streamed, first_block.expert, last.streamed))
+    rows = max(matmul_rows(batch_sizes(job.batch, policy), group_rows(spec)))
     elements = spec.layers * sum(map(prod, block)) + sum(map(prod, head))
-    return 2 * elements * job.batch * (job.gen_len - 1) / matmul_rate(block, dtype, rows)
+    seconds = 2 * elements / matmul_rate(block, dtype, rows)
+    if expert:
+        elements = spec.layers * spec.active * sum(map(prod, expert))
+        seconds += 2 * elements / matmul_rate(expert, dtype, max(1, rows * spec.active // spec.experts))
+    return seconds * job.batch * (job.gen_len - 1)
+
+
+def _matrices(tensors: Tensors) -> list[tuple[int, ...]]:
+    return [shape for _, shape in tensors.values() if len(shape) == 2]
 
 
 def policy_text(policy: dict) -> str:

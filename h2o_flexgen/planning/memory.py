@@ -10,7 +10,15 @@ from h2o_flexgen.machine.pages import aligned
 from h2o_flexgen.machine.profile import Profile
 from h2o_flexgen.planning.placement import Placement
 from h2o_flexgen.planning.shapes import Shapes
-from h2o_flexgen.planning.workload import HEAD_ROWS, Workload, batch_sizes, group_rows, matmul_rows, micro_tokens
+from h2o_flexgen.planning.workload import (
+    GROUP_ROWS,
+    HEAD_ROWS,
+    Workload,
+    batch_sizes,
+    group_rows,
+    matmul_rows,
+    micro_tokens,
+)
 from h2o_flexgen.planning.workspace import workspace_bytes
 from h2o_flexgen.policy import MARGIN, TIERS, Policy, gib
 from h2o_flexgen.storage.activations import WRITE_BACKS, activation_bytes
@@ -227,7 +235,7 @@ def _plan_activations(
     hidden = shapes.spec.state_width * shapes.itemsize  # bytes of a token's state between two stages
     for k, tier in enumerate(placement.activations):
         plan.add(tier, f"activations of batch {k}", batches[k] * longest * hidden)
-    rows = decode_rows(batches, workload, group_rows(shapes.spec))
+    rows = decode_rows(batches, workload)
     plan.add("gpu", "activations of a decode step", rows * hidden)
     micro_bytes = micro_tokens(policy.prefill_tokens, longest, batches[0]) * hidden
     sizes = activation_bytes(placement.activations, micro_bytes, policy.overlap, shapes.cuda)
@@ -236,11 +244,11 @@ def _plan_activations(
     plan.add("cpu", "activation buffers for disk reads and writes", 2 * sizes.host)
 
 
-def decode_rows(batches: list[int], workload: Workload, most: int) -> int:
+def decode_rows(batches: list[int], workload: Workload) -> int:
     """Tokens of a pass whose hidden states stay on the device: one for each place, and prompts of rows that join the
-    matmuls of a decode step, of up to `most` rows."""
+    matmuls of a decode step, of up to GROUP_ROWS rows."""
     places = sum(batches)
-    joining = min(len(batches) * most, places * workload.longest) if len(workload.prompt_lens) > places else 0
+    joining = min(len(batches) * GROUP_ROWS, places * workload.longest) if len(workload.prompt_lens) > places else 0
     return places + joining
 
 

@@ -23,7 +23,7 @@ from h2o_flexgen.planning.constraints import Constraints
 from h2o_flexgen.planning.cost import CostModel, Part, batches_of
 from h2o_flexgen.planning.memory import Resources, decode_rows, may_slice, shared_bytes
 from h2o_flexgen.planning.traffic import Amount, Flows, Offloaded
-from h2o_flexgen.planning.workload import Workload, batch_sizes, group_rows
+from h2o_flexgen.planning.workload import Workload, batch_sizes
 from h2o_flexgen.planning.workspace import workspace_bytes
 from h2o_flexgen.policy import KINDS, TIERS, Policy
 from h2o_flexgen.storage.queues import double_buffers, kv_buffers
@@ -160,7 +160,7 @@ class Relaxation:
         """What the device holds regardless of the placement."""
         batches = batch_sizes(self.num_prompts, policy)
         nbytes = workspace_bytes(policy, self.shapes, self.workload.longest, batches, self.workload.cached_len)
-        rows = decode_rows(batches, self.workload, group_rows(self.shapes.spec))
+        rows = decode_rows(batches, self.workload)
         nbytes += rows * self.cost.layers.hidden_bytes
         nbytes += self.resources.workspace + shared_bytes(self.shapes, self.resources)
         return nbytes if self.shapes.cuda else nbytes + self._process_bytes(policy)

@@ -107,7 +107,7 @@ def read_share(spec: ModelSpec, tokens: int) -> float:
     return touched if touched < ALL_EXPERTS else 1.0
 
 
-def matmul_rows(sizes: Sequence[int], most: int = GROUP_ROWS) -> list[int]:
+def matmul_rows(sizes: Sequence[int], most: int) -> list[int]:
     """Rows of each group of batches whose decode steps share matmuls: of one batch, or of several with at most `most`
     rows together (`group_rows`). A larger group saves less compute than it costs: fewer KV blocks are staged beside
     it. `sizes`: sequences of each batch."""

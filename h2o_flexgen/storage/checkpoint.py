@@ -26,7 +26,7 @@ from h2o_flexgen.models.spec import Layer, shapes_of
 from h2o_flexgen.policy import gib
 from h2o_flexgen.storage.convert import bins_to_safetensors, gguf_to_safetensors, made_once
 from h2o_flexgen.storage.disk import DiskIO, File, wait
-from h2o_flexgen.storage.fused import FUSED, place_of
+from h2o_flexgen.storage.fused import FUSED_NAME, place_of
 from h2o_flexgen.storage.quantised import encoded, find_matrices
 from h2o_flexgen.storage.stored import DTYPES, Part, Stack, Stored, parts_of, rows_of, whole
 
@@ -143,7 +143,7 @@ class Checkpoint:
         """Raises UserError for a tensor of another number of experts than a layer has."""
         experts = max(layer.experts for layer in layers)
         for name, stored in self.tensors.items():
-            if FUSED.fullmatch(name) and (stored.shape[:1] != (experts,) or len(stored.shape) < 2):
+            if FUSED_NAME.fullmatch(name) and (stored.shape[:1] != (experts,) or len(stored.shape) < 2):
                 problem = f"{name!r} in shape {list(stored.shape)}, the config asks for {experts} experts"
                 raise UserError(f"the checkpoint {self.path} has {problem}")
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from h2o_flexgen.storage.stored import Part, Stored
 
 #: names of such tensors
-FUSED = re.compile(r".*\bexperts\.(gate_up|down)_proj(_bias|_blocks|_scales)?")
+FUSED_NAME = re.compile(r".*\bexperts\.(gate_up|down)_proj(_bias|_blocks|_scales)?")
 #: names of a tensor of one expert: before its number, the number, the module, and what it is of that
 EXPERT = re.compile(r"(.*\bexperts)\.(\d+)\.(gate|up|down)_proj(\.weight|\.bias|_blocks|_scales)")
 #: (tensor, its outputs) of each module

@@ -223,7 +223,7 @@ def test_a_job_that_does_not_fit_is_refused_before_anything_is_allocated(tiny, t
 def test_batches_share_matmuls_up_to_a_limit_of_rows(sizes):
     """Every batch is in one group, in order; groups are as large as the limit allows."""
     left = list(sizes)
-    for together in matmul_rows(sizes):
+    for together in matmul_rows(sizes, GROUP_ROWS):
         group = [left.pop(0)]
         while sum(group) < together:
             group.append(left.pop(0))

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from h2o_flexgen.errors import UserError
+from h2o_flexgen.models.quantised import fused
 from h2o_flexgen.models.quantised.awq import AWQ
 from h2o_flexgen.models.quantised.bitsandbytes import bitsandbytes
 from h2o_flexgen.models.quantised.compressed_tensors import compressed_tensors
 from h2o_flexgen.models.quantised.fp8 import FP8
-from h2o_flexgen.models.quantised.fused import FUSED, Fused
 from h2o_flexgen.models.quantised.gptq import GPTQ
 from h2o_flexgen.models.quantised.method import Method
 from h2o_flexgen.models.quantised.mxfp4 import MXFP4
@@ -45,7 +45,7 @@ def method_of(config: dict, where: str = "the config") -> Method | None:
         raise UserError(f"{where}: the checkpoint is quantised by MLX, which is not supported; {known}; {advice}")
     given = config.get("quantization_config")
     if given is None:
-        return Fused(Config(config, where)) if config.get("model_type") in FUSED else None
+        return fused.Fused(Config(config, where)) if config.get("model_type") in fused.FAMILIES else None
     if not isinstance(given, dict):
         raise UserError(f"{where}: the checkpoint is quantised, but quantization_config is {shortened(given)}")
     name = given.get("quant_method")

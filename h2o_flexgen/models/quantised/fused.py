@@ -12,7 +12,7 @@ from h2o_flexgen.models.quantised.method import Method
 from h2o_flexgen.models.spec import Config
 
 #: `model_type` of these families
-FUSED = ("gpt_oss",)
+FAMILIES = ("gpt_oss",)
 
 
 class Fused(Method):
