@@ -15,6 +15,7 @@ _MODULES = {
     "SamplingParams": "engine.params",
     "ScoreOutput": "engine.outputs",
     "Session": "session",
+    "Structured": "engine.structured",
     "UserError": "errors",
 }
 __all__ = list(_MODULES)

@@ -288,7 +288,7 @@ class LLM:
         observers.on_plan(self.choice)
         self.choice.plan.check()
         window = max(workload.window or 1 << 62, WINDOW_BLOCKS * self.choice.policy.block_size)
-        sink = job.sink or Sampler(self.eos_ids, self.tokenizer)
+        sink = job.sink or Sampler(self.eos_ids, self.tokenizer, self.spec.vocab)
         try:
             self.report = self.runner.run(self.choice, job.rows, sink, observers, window)
         finally:

@@ -11,7 +11,7 @@ from math import ceil
 from h2o_flexgen.engine.batch import Sequence
 from h2o_flexgen.engine.model import LoadedModel
 from h2o_flexgen.engine.outputs import CompletionOutput, completion, text_of
-from h2o_flexgen.engine.params import SamplingParams, check_stop, params_of_each, whole_number
+from h2o_flexgen.engine.params import SamplingParams, check_params, params_of_each, whole_number
 from h2o_flexgen.engine.runner import Runner
 from h2o_flexgen.engine.stop import PARTIAL
 from h2o_flexgen.engine.streams import StreamingSampler
@@ -184,12 +184,14 @@ class Session:
     def _generate(self, ids, sampling_params, on_text, answered: bool):
         params = params_of_each(sampling_params, len(self._answered))
         for row in ids:
-            check_stop(params[row], self.model.tokenizer, self.model.spec.vocab)
+            check_params(params[row], self.model.tokenizer, self.model.spec.vocab)
+            if params[row].answers > 1 or params[row].prompt_logprobs is not None:
+                raise UserError("a stream has one answer and no `prompt_logprobs`: leave out n, best_of and these")
         self._check_lengths(ids, params)
         for row in ids:
             self._ends[row] = self.model.eos_ids.union(params[row].stop_token_ids)
         on_tokens = TextStreamer(self.model.tokenizer, on_text) if on_text else lambda sequences: None
-        sampler = StreamingSampler(self.model.eos_ids, self.model.tokenizer, on_tokens)
+        sampler = StreamingSampler(self.model, on_tokens)
         found = {}
         if ids:
             with self._runner.guard():

@@ -26,12 +26,15 @@ from h2o_flexgen.jobs.output import Failures
 from h2o_flexgen.planning.budget import MIN_HH_RATIO
 from h2o_flexgen.planning.losses import weights_text
 from h2o_flexgen.policy import SEARCHED, Policy, gib
-from h2o_flexgen.utils.files import write_text
+from h2o_flexgen.utils.files import read_json, write_text
 
 #: options that LLM takes under the same names
 PASSED = [*LLM_OPTIONS, "compress_cache", "max_latency", "chat_template_kwargs"]
 #: options that SamplingParams takes under the same names
-SAMPLED = "temperature top_k top_p ignore_eos seed stop stop_token_ids".split()
+SAMPLED = (
+    "temperature top_k top_p min_p min_tokens ignore_eos seed stop stop_token_ids n "
+    "presence_penalty frequency_penalty repetition_penalty bad_words structured"
+).split()
 
 
 def make_parser(prog: str) -> options.Parser:
@@ -46,6 +49,8 @@ def make_parser(prog: str) -> options.Parser:
     add("--gen-len", type=options.count, metavar="N", default=32, help="output tokens, where a row says no other (32)")
     add("--temperature", type=float, default=0.0, help="0 (default) takes the most likely token")
     add("--stop", action="append", metavar="TEXT", help="end a text before this one; may be given several times")
+    add("--json-schema", metavar="FILE", help="every output is JSON that this schema describes")
+    add("--choice", action="append", metavar="TEXT", help="every output is one of these; given several times")
     add_budget_options(parser)
     options.add_machine_options(parser)
     options.add_cache_option(parser)
@@ -61,6 +66,14 @@ def make_parser(prog: str) -> options.Parser:
     add("--stop-token-ids", type=int, nargs="+", metavar="ID", help="end a text at one of these tokens")
     add("--top-k", type=int, default=0, help="sample among the k most likely tokens; 0: all")
     add("--top-p", type=float, default=1.0, help="sample among the most likely tokens that reach p together")
+    add("--min-p", type=float, default=0.0, help="sample among tokens p times as likely as the most likely one")
+    add("--min-tokens", type=int, default=0, help="nothing ends an output before it has as many")
+    add("--n", type=options.count, default=1, help="answers to each prompt (default: 1)")
+    add("--presence-penalty", type=float, default=0.0, help="less of each token that the output has")
+    add("--frequency-penalty", type=float, default=0.0, help="the same, times how often it has it")
+    add("--repetition-penalty", type=float, default=1.0, help="above 1: less of the tokens of prompt and output")
+    add("--bad-words", action="append", metavar="TEXT", help="no output contains it; may be given several times")
+    add("--regex", metavar="TEXT", help="every output matches this regular expression as a whole")
     add("--seed", type=int, default=0, help="of the sampling (default: 0); a prompt's text depends on it and its place")
     options.add_template_option(add)
     options.add_length_option(add)
@@ -139,6 +152,7 @@ def _last_lines(text: str) -> str:
 
 def run(args: argparse.Namespace) -> None:
     check(args)
+    args.structured = structured(args)
     rows = read_rows(args.input_file) if args.input_file is not None else None
     losses = make_losses(args)
     policy = options.make_policy(args, len(rows) if rows else args.num_prompts)
@@ -168,6 +182,20 @@ def run(args: argparse.Namespace) -> None:
                 finish(llm, args, job.failures)
 
 
+def structured(args: argparse.Namespace):
+    """What every output must match, unless its row says it. Raises UserError for several, and for a schema that cannot
+    be read or used."""
+    from h2o_flexgen.engine.structured import Structured
+
+    schema = None if args.json_schema is None else read_json("--json-schema", args.json_schema)
+    given = {"json": schema, "choice": args.choice, "regex": args.regex}
+    if all(value is None for value in given.values()):
+        return None
+    found = Structured(**given)
+    found.check()
+    return found
+
+
 def check(args: argparse.Namespace) -> None:
     """Raises UserError for options that contradict each other."""
     for name in ("num_prompts", "prompt_len"):
@@ -178,7 +206,9 @@ def check(args: argparse.Namespace) -> None:
     for name in ("restart", "retry_errors"):
         if getattr(args, name) and args.output_file is None:
             raise UserError(f"{options.option(name)} is for a job with an --output-file")
-    options.check_files(args, reads=("input_file", "policy", "hardware", "quality"), writes=("output_file", "report"))
+    options.check_files(
+        args, reads=("input_file", "json_schema", "policy", "hardware", "quality"), writes=("output_file", "report")
+    )
 
 
 def planned(args: argparse.Namespace):

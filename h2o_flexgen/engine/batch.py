@@ -41,6 +41,10 @@ class Sequence:
         prompt_end: of those, up to the end of the last prompt.
         path: the last node of the prefix that it shares.
         rank: how many rows of the job began before it.
+        answer: which of the answers to the prompt it is.
+        error: why it ended with finish_reason "error".
+        top_logprobs: for each of `tokens`, if wanted, the most likely ones with their log-probabilities.
+        prompt_logprobs: the same for the prompt's tokens after `wanted`, with their own.
     """
 
     index: int
@@ -56,6 +60,10 @@ class Sequence:
     prompt_end: int = 0
     path: Node | None = None
     rank: int = 0
+    answer: int = 0
+    error: str = "the model's hidden states overflowed for this prompt"
+    top_logprobs: list[dict[int, float]] = field(default_factory=list)
+    prompt_logprobs: list[dict[int, float]] = field(default_factory=list)
 
     ahead = 0  # tokens of the prompt after those that are computed
 
@@ -79,6 +87,11 @@ class Sequence:
         self.tokens.append(token)
         self.logprobs.append(logprob)
         return True
+
+    def fail(self, why: str) -> None:
+        """End with an error."""
+        self.error = why
+        self.finish_reason = "error"
 
 
 @dataclass(eq=False)

@@ -18,7 +18,9 @@ class CompletionOutput:
         text: up to the stop string or the token that ended it.
         token_ids: all generated tokens, including those that ended it.
         logprobs: natural logarithm of the probability of each token.
-        finish_reason: "length" or "stop" (an end-of-sequence token, one of `stop_token_ids`, or a stop string).
+        finish_reason: "length" or "stop" (an end-of-sequence token, one of `stop_token_ids`, a stop string, or the end
+            of structured output).
+        top_logprobs: for each token {token id: log-probability} of the most likely ones, if `SamplingParams` asks.
     """
 
     index: int
@@ -26,13 +28,17 @@ class CompletionOutput:
     token_ids: list[int]
     logprobs: list[float]
     finish_reason: str
+    top_logprobs: list[dict[int, float]] | None = None
 
 
 @dataclass
 class RequestOutput:
-    """The outcome of one prompt: one output, or `error`, which says why it could not be run or was aborted.
+    """The outcome of one prompt: its `outputs`, or `error`, which says why it could not be run or was aborted.
 
     Attributes:
+        outputs: of each answer, `SamplingParams.n` in all.
+        prompt_logprobs: for each token of the prompt {token id: log-probability} of itself and the most likely ones,
+            None for the first, if `SamplingParams` asks.
         prompt: the text or the conversation as given; None for token ids.
         prompt_token_ids: the input of the model, with everything that a chat template adds.
     """
@@ -42,6 +48,7 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput] = field(default_factory=list)
     error: str | None = None
+    prompt_logprobs: list[dict[int, float] | None] | None = None
 
 
 @dataclass
@@ -80,21 +87,52 @@ def text_of(s: Sequence, tokenizer) -> str:
     return "" if tokenizer is None else decode(tokenizer, shown)
 
 
-def completion(s: Sequence, tokenizer) -> CompletionOutput:
-    return CompletionOutput(0, text_of(s, tokenizer), s.tokens, s.logprobs, s.finish_reason)
+def completion(s: Sequence, tokenizer, index: int = 0) -> CompletionOutput:
+    found = CompletionOutput(index, text_of(s, tokenizer), s.tokens, s.logprobs, s.finish_reason)
+    if s.params.top_logprobs:
+        found.top_logprobs = s.top_logprobs
+    return found
 
 
-def complete(output: RequestOutput, s: Sequence, tokenizer) -> RequestOutput:
-    """Fill in the output of a sequence that has ended."""
-    if s.finish_reason == "error":
-        output.error = "the model's hidden states overflowed for this prompt"
-    else:
-        output.outputs = [completion(s, tokenizer)]
+class Answers:
+    """Collects the answers to prompts that have several."""
+
+    def __init__(self):
+        self._ended: dict[int, list[Sequence]] = {}  # by index of the prompt, of those that have not all ended
+
+    def add(self, s: Sequence) -> list[Sequence] | None:
+        """All answers to the prompt of a sequence that has ended, in order; None if some have not ended yet."""
+        if s.params.answers == 1:
+            return [s]
+        ended = self._ended.setdefault(s.index, [])
+        ended.append(s)
+        if len(ended) < s.params.answers:
+            return None
+        return sorted(self._ended.pop(s.index), key=lambda s: s.answer)
+
+
+def complete(output: RequestOutput, answers: list[Sequence], tokenizer) -> RequestOutput:
+    """Fill in the output of a prompt whose answers have all ended."""
+    first = answers[0]
+    failed = [s.error for s in answers if s.finish_reason == "error"]
+    if failed:
+        output.error = failed[0]
+        return output
+    best = sorted(answers, key=mean_logprob, reverse=True)[: first.params.n]
+    kept = sorted(best, key=lambda s: s.answer) if first.params.best_of is None else best
+    output.outputs = [completion(s, tokenizer, n) for n, s in enumerate(kept)]
+    if first.params.prompt_logprobs is not None:
+        output.prompt_logprobs = [None, *first.prompt_logprobs]
     return output
 
 
-def complete_score(output: ScoreOutput, s: Sequence, greedy_token_ids: dict[int, list[int]]) -> ScoreOutput:
+def mean_logprob(s: Sequence) -> float:
+    return sum(s.logprobs) / len(s.logprobs)
+
+
+def complete_score(output: ScoreOutput, answers: list[Sequence], greedy_token_ids: dict[int, list[int]]) -> ScoreOutput:
     """Fill in the output of a text that has been scored; `greedy_token_ids` by index of the text."""
+    (s,) = answers
     if s.finish_reason == "error":
         output.error = "the model's hidden states overflowed for this text"
     else:
@@ -108,7 +146,7 @@ class OutputCollector(Observer):
 
     Args:
         outputs: by index, of the prompts that have been read; those that cannot be run have an error.
-        finish: fills in the output of a sequence that has ended.
+        finish: fills in the output of a row, whose answers have all ended.
         on_output: receives every output.
         keeps: outputs stay in `outputs`.
     """
@@ -118,6 +156,7 @@ class OutputCollector(Observer):
         self.finish = finish
         self.on_output = on_output
         self.keeps = keeps
+        self.answers = Answers()
 
     def on_begin(self) -> None:
         """Hand on the outputs of prompts that cannot be run."""
@@ -126,7 +165,8 @@ class OutputCollector(Observer):
 
     def on_finished(self, rows: list[Sequence]) -> None:
         for s in rows:
-            self.hand_on(self.finish(self.outputs[s.index], s))
+            if (answers := self.answers.add(s)) is not None:
+                self.hand_on(self.finish(self.outputs[s.index], answers))
 
     def hand_on(self, output: Output) -> None:
         if not self.keeps:

@@ -3,18 +3,35 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Integral, Real
 
 import numpy as np
 
+from h2o_flexgen.engine.structured import Structured
 from h2o_flexgen.errors import UserError
+
+#: the most answers to a prompt, and other tokens whose log-probabilities are given
+MOST_ANSWERS = 128
+MOST_LOGPROBS = 20
+#: whole numbers, with the least of each
+WHOLE = {"top_k": -1, "max_tokens": 1, "min_tokens": 0, "seed": 0, "n": 1, "top_logprobs": 0}
+#: other numbers, with their ranges: in words, and as a check
+NUMBERS: dict[str, tuple[str, Callable[[float], bool]]] = {
+    "temperature": ("be 0 or more, and finite", lambda x: 0 <= x < math.inf),
+    "top_p": ("lie in (0, 1]", lambda x: 0 < x <= 1),
+    "min_p": ("lie in [0, 1]", lambda x: 0 <= x <= 1),
+    "presence_penalty": ("lie in [-2, 2]", lambda x: -2 <= x <= 2),
+    "frequency_penalty": ("lie in [-2, 2]", lambda x: -2 <= x <= 2),
+    "repetition_penalty": ("be more than 0, and finite", lambda x: 0 < x < math.inf),
+}
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are chosen. Prompts of one job may have different ones.
+    """How tokens are chosen. Prompts of one job may have different ones. Names and formulas are vLLM's.
 
     Attributes:
         temperature: 0 takes the most likely token; higher values flatten the distribution.
@@ -23,16 +40,34 @@ class SamplingParams:
             3.1); 1: all.
         max_tokens: the most tokens of the output.
         ignore_eos: continue after the end-of-sequence token.
-        seed: random numbers depend only on it, on a prompt's key (by default its place in the job) and on the step.
+        seed: random numbers depend only on it, on a prompt's key (by default its place in the job), on which of its
+            answers it is, and on the step.
         stop: a text or several; a sequence ends as soon as its output contains one, and its text ends before it.
             Stored as a tuple.
         stop_token_ids: ids of tokens that end a sequence as the end-of-sequence token does, even with `ignore_eos`.
             Stored as a sorted tuple.
+        min_p: sample among tokens that are at least this many times as likely as the most likely one (arXiv
+            2407.01082).
+        min_tokens: nothing ends an output before it has as many.
+        presence_penalty: subtracted from the logits of tokens that the output has.
+        frequency_penalty: the same, times how often it has them.
+        repetition_penalty: divides the logits of tokens that prompt or output have, if they are positive, and
+            multiplies them if not (arXiv 1909.05858, section 4.1).
+        logit_bias: {token id: what is added to its logit}, from -100 to 100. Stored as a sorted tuple of pairs.
+        bad_words: texts, or one, that an output must not contain. Stored as a tuple.
+        allowed_token_ids: the only tokens that an output may have; None: all. Stored as a sorted tuple.
+        structured: what the text must match, and when it ends.
+        n: answers to a prompt. Each is drawn by itself, and their prompt is read once.
+        best_of: so many answers are generated, and the `n` with the highest mean log-probability of a token are kept;
+            None: `n`.
+        top_logprobs: for each token, give the log-probabilities of so many of the most likely ones.
+        prompt_logprobs: the same for the tokens of the prompt, and their own; None: of none.
 
     NumPy's numbers are accepted.
 
     Raises:
-        UserError: a value of another type or out of range, or a stop string that is empty or not a text.
+        UserError: a value of another type or out of range, values that contradict each other, or a text that is empty
+            where it must not be.
     """
 
     temperature: float = 0.0
@@ -43,47 +78,115 @@ class SamplingParams:
     seed: int = 0
     stop: str | Seq[str] | None = ()
     stop_token_ids: Seq[int] | None = ()
+    min_p: float = field(default=0.0, kw_only=True)
+    min_tokens: int = field(default=0, kw_only=True)
+    presence_penalty: float = field(default=0.0, kw_only=True)
+    frequency_penalty: float = field(default=0.0, kw_only=True)
+    repetition_penalty: float = field(default=1.0, kw_only=True)
+    logit_bias: Mapping[int, float] | Seq[tuple[int, float]] | None = field(default=(), kw_only=True)
+    bad_words: str | Seq[str] | None = field(default=(), kw_only=True)
+    allowed_token_ids: Seq[int] | None = field(default=None, kw_only=True)
+    structured: Structured | None = field(default=None, kw_only=True)
+    n: int = field(default=1, kw_only=True)
+    best_of: int | None = field(default=None, kw_only=True)
+    top_logprobs: int = field(default=0, kw_only=True)
+    prompt_logprobs: int | None = field(default=None, kw_only=True)
 
     def __post_init__(self):
-        for name, least in {"top_k": -1, "max_tokens": 1, "seed": 0}.items():
+        for name, least in WHOLE.items():
             self._set(name, whole_number(name, getattr(self, name), least))
-        for name in ("temperature", "top_p"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, Real):
-                raise UserError(f"{name} must be a number, not {value!r}")
-            try:
-                self._set(name, float(value))
-            except OverflowError:  # a whole number of hundreds of digits
-                self._set(name, math.inf)
-        if not 0 <= self.temperature < math.inf:
-            raise UserError(f"temperature must be 0 or more, and finite, not {self.temperature}")
-        if not 0 < self.top_p <= 1:
-            raise UserError(f"top_p must lie in (0, 1], not {self.top_p}")
+        for name, (words, fits) in NUMBERS.items():
+            value = _number(name, getattr(self, name))
+            if not fits(value):
+                raise UserError(f"{name} must {words}, not {value}")
+            self._set(name, value)
+        for name in ("best_of", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                self._set(name, whole_number(name, getattr(self, name), 0))
         if not isinstance(self.ignore_eos, (bool, np.bool_)):
             raise UserError(f"ignore_eos must be True or False, not {self.ignore_eos!r}")
         if self.seed >= 1 << 64:
             raise UserError(f"seed must be less than 2**64, not {self.seed}")
+        if self.structured is not None and not isinstance(self.structured, Structured):
+            raise UserError(f"structured must be a Structured, not {type(self.structured).__name__}")
         self._set("top_k", max(0, self.top_k))
         self._set("ignore_eos", bool(self.ignore_eos))
-        self._set("stop", self._checked_stop())
-        self._set("stop_token_ids", self._checked_stop_token_ids())
+        self._set("stop", _texts("stop", "a stop string", self.stop))
+        self._set("bad_words", _texts("bad_words", "a bad word", self.bad_words))
+        self._set("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids or ()))
+        self._set("logit_bias", _biases(self.logit_bias))
+        if self.allowed_token_ids is not None:
+            self._set("allowed_token_ids", _token_ids("allowed_token_ids", self.allowed_token_ids))
+        self._check_together()
 
     def _set(self, name: str, value) -> None:
         object.__setattr__(self, name, value)  # since it is frozen
 
-    def _checked_stop(self) -> tuple[str, ...]:
-        stop = [self.stop] if isinstance(self.stop, str) else [] if self.stop is None else self.stop
-        if not isinstance(stop, (list, tuple)):
-            raise UserError(f"stop must be a text or a list of texts, not {stop!r}")
-        for text in stop:
-            if not isinstance(text, str) or not text:
-                raise UserError(f"a stop string must be a text that is not empty, not {text!r}")
-        return tuple(stop)
+    def _check_together(self) -> None:
+        for name, most in {"n": MOST_ANSWERS, "best_of": MOST_ANSWERS}.items():
+            if (getattr(self, name) or 0) > most:
+                raise UserError(f"{name} must be {most} or less, not {getattr(self, name)}")
+        for name in ("top_logprobs", "prompt_logprobs"):
+            if (getattr(self, name) or 0) > MOST_LOGPROBS:
+                raise UserError(f"{name} must be {MOST_LOGPROBS} or less, not {getattr(self, name)}")
+        if self.best_of is not None and self.best_of < self.n:
+            raise UserError(f"best_of must be n or more, not {self.best_of} with n {self.n}")
+        if self.answers > 1 and self.temperature == 0:
+            raise UserError(
+                f"n {self.answers} at temperature 0 would give the same answer several times: give a higher one"
+            )
+        if self.min_tokens > self.max_tokens:
+            raise UserError(f"min_tokens {self.min_tokens} is more than max_tokens {self.max_tokens}")
+        if self.allowed_token_ids == ():
+            raise UserError("allowed_token_ids is empty: name at least one token")
+        if self.structured is not None and (self.allowed_token_ids or self.min_tokens or self.bad_words):
+            raise UserError("structured output cannot be joined with allowed_token_ids, min_tokens or bad_words")
 
-    def _checked_stop_token_ids(self) -> tuple[int, ...]:
-        given = () if self.stop_token_ids is None else self.stop_token_ids
-        ids = list_of("stop_token_ids must be a list of token ids", given)
-        return tuple(sorted({whole_number("each of stop_token_ids", token, 0) for token in ids}))
+    @property
+    def answers(self) -> int:
+        """How many answers are generated."""
+        return self.best_of or self.n
+
+    @property
+    def has_penalties(self) -> bool:
+        return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)
+
+
+def _number(name: str, value) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise UserError(f"{name} must be a number, not {value!r}")
+    try:
+        return float(value)
+    except OverflowError:  # a whole number of hundreds of digits
+        return math.inf
+
+
+def _texts(name: str, one: str, given) -> tuple[str, ...]:
+    texts = [given] if isinstance(given, str) else [] if given is None else given
+    if not isinstance(texts, (list, tuple)):
+        raise UserError(f"{name} must be a text or a list of texts, not {texts!r}")
+    for text in texts:
+        if not isinstance(text, str) or not text:
+            raise UserError(f"{one} must be a text that is not empty, not {text!r}")
+    return tuple(texts)
+
+
+def _token_ids(name: str, given) -> tuple[int, ...]:
+    ids = list_of(f"{name} must be a list of token ids", given)
+    return tuple(sorted({whole_number(f"each of {name}", token, 0) for token in ids}))
+
+
+def _biases(given) -> tuple[tuple[int, float], ...]:
+    """Sorted by token. JSON's objects have their tokens as texts."""
+    pairs = given.items() if isinstance(given, Mapping) else given or ()
+    try:
+        found = {int(token): _number("a logit_bias", bias) for token, bias in pairs}
+    except (TypeError, ValueError):
+        raise UserError(f"logit_bias must have a number for each token id, not {given!r:.60}") from None
+    for token, bias in found.items():
+        if token < 0 or not -100 <= bias <= 100:
+            raise UserError(f"logit_bias must lie in [-100, 100] for a token id, not {bias} for {token}")
+    return tuple(sorted(found.items()))
 
 
 def whole_number(name: str, value, least: int) -> int:
@@ -93,12 +196,21 @@ def whole_number(name: str, value, least: int) -> int:
     return int(value)
 
 
-def check_stop(params: SamplingParams, tokenizer, vocab: int) -> None:
-    """Raises UserError for stop strings without a tokenizer, and for stop tokens outside the vocabulary."""
-    if params.stop and tokenizer is None:
-        raise UserError("`stop` needs a tokenizer, and this model has none: leave it out")
-    if params.stop_token_ids and params.stop_token_ids[-1] >= vocab:
-        raise UserError(f"stop_token_ids must be below {vocab}, the vocabulary, not {params.stop_token_ids[-1]}")
+def check_params(params: SamplingParams, tokenizer, vocab: int) -> None:
+    """Raises UserError for texts without a tokenizer, and for tokens outside the vocabulary."""
+    for name in ("stop", "bad_words", "structured"):
+        if getattr(params, name) and tokenizer is None:
+            raise UserError(f"`{name}` needs a tokenizer, and this model has none: leave it out")
+    tokens = {
+        "stop_token_ids": params.stop_token_ids[-1:],
+        "allowed_token_ids": (params.allowed_token_ids or ())[-1:],
+        "logit_bias": [token for token, _ in params.logit_bias[-1:]],
+    }
+    for name, largest in tokens.items():
+        if largest and largest[0] >= vocab:
+            raise UserError(f"{name} must be below {vocab}, the vocabulary, not {largest[0]}")
+    if params.structured is not None:
+        params.structured.check()
 
 
 def params_of_each(given: SamplingParams | Seq[SamplingParams] | None, count: int) -> list[SamplingParams]:

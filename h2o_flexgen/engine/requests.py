@@ -13,7 +13,7 @@ from h2o_flexgen.engine.model import LoadedModel, Prompt
 from h2o_flexgen.engine.outputs import RequestOutput, ScoreOutput
 from h2o_flexgen.engine.params import (
     SamplingParams,
-    check_stop,
+    check_params,
     keys_of_each,
     list_of,
     numbers_of_each,
@@ -87,7 +87,7 @@ class Requests:
             output = RequestOutput(index, _shown(prompt), [])
             self.outputs[index] = output
             try:
-                yield self._admitted(output, prompt, params, key)
+                yield from self._admitted(output, prompt, params, key)
             except UserError as e:
                 if not self.skip_errors:
                     raise UserError(f"prompt {index}: {e}") from None
@@ -125,16 +125,25 @@ class Requests:
         self.limits = (workload.longest, workload.gen_len)
         return chain(first, rows), replace(workload, window=WINDOW)
 
-    def _admitted(self, output: RequestOutput, prompt: Prompt, params: SamplingParams, key: int) -> Sequence:
+    def _admitted(self, output: RequestOutput, prompt: Prompt, params: SamplingParams, key: int) -> list[Sequence]:
         ids = admit(self.model, prompt, params.max_tokens, self.rolling)
         output.prompt_token_ids = ids
-        check_stop(params, self.model.tokenizer, self.model.spec.vocab)
+        check_params(params, self.model.tokenizer, self.model.spec.vocab)
         if self.limits is not None:
             tokens = {"longest_prompt": len(ids), "max_tokens": params.max_tokens}
             for (name, count), most in zip(tokens.items(), self.limits):
                 if count > most:
                     raise UserError(f"{count} tokens are more than the {most} of `{name}` that the job is planned for")
-        return Sequence(output.index, ids, params, key)
+        return answers_to(output.index, ids, params, key)
+
+
+def answers_to(index: int, ids: list[int], params: SamplingParams, key: int) -> list[Sequence]:
+    """A sequence for each answer to a prompt. They share what they can of it as all rows do, and the logits of the
+    prompt are those of the first."""
+    found = [Sequence(index, ids, params, key, answer=n) for n in range(params.answers)]
+    if params.prompt_logprobs is not None:
+        found[0].wanted = 0
+    return found
 
 
 def list_each(prompts, params, keys) -> Iterator[tuple[Prompt, SamplingParams, int]]:

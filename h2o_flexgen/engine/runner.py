@@ -141,7 +141,7 @@ class Runner:
             walk.run(pass_)
             meter.end_pass(pass_)
             ended = [s for s in pass_.rows if s.finish_reason is not None]
-            is_sound = is_sound or any(s.finish_reason != "error" for s in pass_.rows)
+            is_sound = is_sound or any(s.finish_reason != "error" or s.tokens for s in pass_.rows)
             if not is_sound:
                 if not failed:
                     self.weights.check_finite()

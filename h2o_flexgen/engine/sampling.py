@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from h2o_flexgen.engine.batch import Sequence
+from h2o_flexgen.engine.logits import LogitChanges
 from h2o_flexgen.engine.params import SamplingParams
 from h2o_flexgen.engine.stop import StopStrings, decode
+from h2o_flexgen.engine.structured import Masks
 from h2o_flexgen.kernels.rowwise import maxima
 from h2o_flexgen.planning.workload import SAMPLE_ROWS
 
@@ -19,39 +22,131 @@ from h2o_flexgen.planning.workload import SAMPLE_ROWS
 GREEDY_BELOW = 1e-6
 
 
+class Draw(NamedTuple):
+    """What decides the random number of a token, besides the seed."""
+
+    key: int  # of the prompt, below 2**64
+    step: int  # tokens that the answer has
+    answer: int = 0  # which of the answers to the prompt
+
+
+class Choice(NamedTuple):
+    """A token for each of B rows, on the CPU."""
+
+    tokens: Tensor  # (B,) int64
+    logprobs: Tensor  # (B,) fp32, under the model, before any change; NaN where a row's logits are broken
+
+
 class Sampler:
     """A sink of logits that samples a token for each sequence that still runs, by its own parameters.
 
     Args:
         eos_ids: token ids that end a sequence, unless its parameters ignore them; its `stop_token_ids` always do.
-        tokenizer: for stop strings; None if no sequence has any.
+        tokenizer: for stop strings, bad words and structured output; None if no sequence has any.
+        vocab: logits of a row; for structured output.
     """
 
-    def __init__(self, eos_ids: frozenset[int], tokenizer=None):
+    def __init__(self, eos_ids: frozenset[int], tokenizer=None, vocab: int = 0):
         self.eos_ids = eos_ids
         self.stop_strings = StopStrings(tokenizer)
+        self.changes = LogitChanges(eos_ids, tokenizer)
+        self.masks = Masks(tokenizer, vocab, eos_ids)
+
+    def expect(self, rows: list[Sequence]) -> None:
+        """As `step.LogitsSink`."""
+        self.masks.expect(rows)
 
     def take(self, sequences: list[Sequence], logits: Tensor) -> None:
         """As `step.LogitsSink`. A sequence with logits that are not finite ends with an error."""
-        draws = [(s.key, len(s.tokens)) for s in sequences]
-        tokens, logprobs = sample(logits, [s.params for s in sequences], draws)
-        for s, token, logprob in zip(sequences, tokens.tolist(), logprobs.tolist()):
-            if s.append(token, logprob):
+        # a few rows at a time, which stay in the CPU's caches, take half the time
+        for at in range(0, len(logits), SAMPLE_ROWS):
+            rows = logits[at : at + SAMPLE_ROWS]
+            few = sequences[at : at + SAMPLE_ROWS]
+            of_answers = [n for n, s in enumerate(few) if not _took_prompt(s, rows[n])]
+            if of_answers:
+                is_all = len(of_answers) == len(few)
+                self._take([few[n] for n in of_answers], rows if is_all else rows[of_answers])
+
+    def _take(self, sequences: list[Sequence], logits: Tensor) -> None:
+        draws = [Draw(s.key, len(s.tokens), s.answer) for s in sequences]
+        choice = sample(logits, [s.params for s in sequences], draws, self._changed(sequences, logits))
+        tops = alternatives(logits, choice.tokens, [s.params.top_logprobs for s in sequences])
+        for n, (s, token, logprob) in enumerate(zip(sequences, choice.tokens.tolist(), choice.logprobs.tolist())):
+            if s.append(token, tops[n].logprob if n in tops else logprob):
+                if n in tops:
+                    s.top_logprobs.append(tops[n].most_likely)
                 self._end(s)
+
+    def _changed(self, sequences: list[Sequence], logits: Tensor) -> dict[int, Tensor]:
+        """By row, the logits (V,) fp32 of rows whose parameters change them."""
+        masked = [n for n, s in enumerate(sequences) if s.params.structured is not None and s.finish_reason is None]
+        wanted = [n for n, s in enumerate(sequences) if self.changes.are_wanted(s)]
+        rows = sorted({*masked, *wanted})
+        if not rows:
+            return {}
+        wide = dict(zip(rows, logits[rows].float()))
+        for apply, those in ((self.masks.apply, masked), (self.changes.apply, wanted)):
+            if those:
+                changed = torch.stack([wide[n] for n in those])
+                apply(changed, [sequences[n] for n in those])
+                wide.update(zip(those, changed))
+        return wide
 
     def _end(self, s: Sequence) -> None:
         """Set `finish_reason` if the newest token ends the sequence."""
         token = s.tokens[-1]
         is_end = token in s.params.stop_token_ids or (token in self.eos_ids and not s.params.ignore_eos)
-        if s.params.stop:
+        is_long = len(s.tokens) >= s.params.min_tokens
+        is_complete = s.params.structured is not None and self.masks.advance(s) and not is_end
+        if s.params.stop and is_long:
             s.text = self.stop_strings.text_before(s.tokens, s.params.stop)
         if is_end and s.text is not None:
             # a stop string may begin inside the text of the last token, which is left out
             s.text = min(s.text, decode(self.stop_strings.tokenizer, s.tokens[:-1]), key=len)
-        if is_end or s.text is not None:
+        if is_complete and s.text is None:  # without the token that ends it
+            s.text = decode(self.stop_strings.tokenizer, s.tokens)
+        if s.finish_reason is None and (is_end or s.text is not None):
             s.finish_reason = "stop"
-        elif len(s.tokens) == s.params.max_tokens:
+        elif s.finish_reason is None and len(s.tokens) == s.params.max_tokens:
             s.finish_reason = "length"
+        if s.finish_reason is not None:
+            self.masks.forget(s)
+
+
+def _took_prompt(s: Sequence, logits: Tensor) -> bool:
+    """Whether logits (V,) are those of a token of the prompt before its last one, which are wanted for its
+    `prompt_logprobs`."""
+    place = s.wanted + len(s.prompt_logprobs)
+    if s.tokens or place >= len(s.prompt) - 1:
+        return False
+    own = s.prompt[place + 1]
+    count = s.params.prompt_logprobs
+    found = alternatives(logits[None], torch.tensor([own]), [max(1, count)])[0]
+    s.prompt_logprobs.append({own: found.logprob} | (found.most_likely if count else {}))
+    return True
+
+
+class Alternatives(NamedTuple):
+    """The log-probability of a token, and of the most likely ones in its place, the most likely first."""
+
+    logprob: float
+    most_likely: dict[int, float]
+
+
+def alternatives(logits: Tensor, tokens: Tensor, counts: list[int]) -> dict[int, Alternatives]:
+    """By row of logits (B, V), for the tokens (B,): as many of the most likely ones as `counts` says, if any."""
+    groups = defaultdict(list)  # which of equally likely ones are found may depend on how many are wanted
+    for row, count in enumerate(counts):
+        if count:
+            groups[min(count, logits.shape[1])].append(row)
+    found = {}
+    for count, rows in groups.items():
+        exact = logits[rows].float().log_softmax(-1)
+        own = _logits_of(exact, tokens[rows].to(exact.device)).tolist()
+        values, places = (each.tolist() for each in exact.topk(count))
+        for n, row in enumerate(rows):
+            found[row] = Alternatives(own[n], dict(zip(places[n], values[n])))
+    return found
 
 
 class TeacherForcing:
@@ -70,6 +165,9 @@ class TeacherForcing:
         self._next = {index: iter(tokens) for index, tokens in targets.items()}
         self.greedy_token_ids: dict[int, list[int]] = defaultdict(list)
 
+    def expect(self, rows: list[Sequence]) -> None:
+        """As `step.LogitsSink`."""
+
     def take(self, sequences: list[Sequence], logits: Tensor) -> None:
         """As `step.LogitsSink`."""
         targets = [next(self._next[s.index]) for s in sequences]
@@ -81,47 +179,46 @@ class TeacherForcing:
                     s.finish_reason = "length"
 
 
-def sample(logits: Tensor, params: list[SamplingParams], draws: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+def sample(
+    logits: Tensor, params: list[SamplingParams], draws: list[Draw], changed: dict[int, Tensor] | None = None
+) -> Choice:
     """Choose one token per row, each by its own parameters.
 
     Args:
         logits: (B, V) of any float type.
         params: of each of the B rows.
-        draws: (key below 2**64, tokens that the row has generated) of each row. They and the seed alone decide its
-            random number, whatever its batch, its neighbours and the pass.
-
-    Returns:
-        tokens (B,) int64, and their log-probabilities under the model (B,) fp32, NaN where a row's logits are
-        broken. Both on the CPU.
+        draws: of each row. They and the seed alone decide its random number, whatever its batch, its neighbours and the
+            pass.
+        changed: by row, logits (V,) fp32 to choose by in place of the model's.
     """
-    chosen = []
-    logprobs = []
-    # a few rows at a time, which stay in the CPU's caches, take half the time
-    for at in range(0, len(logits), SAMPLE_ROWS):
-        rows = logits[at : at + SAMPLE_ROWS]
-        tokens, sums = maxima(rows)
-        for group in _groups(params[at : at + SAMPLE_ROWS]):
-            group_params = [params[at + row] for row in group]
-            group_draws = [draws[at + row] for row in group]
-            tokens[group] = _draw(rows[group].float() / group_params[0].temperature, group_params, group_draws)
-        chosen.append(tokens)
-        logprobs.append(_logits_of(rows, tokens) - sums)
-    return torch.cat(chosen).cpu(), torch.cat(logprobs).cpu()
+    tokens, sums = maxima(logits)
+    changed = changed or {}
+    for row, its in changed.items():
+        tokens[row] = its.argmax(-1)
+    for group in _groups(params):
+        its = torch.stack([changed[row] if row in changed else logits[row].float() for row in group])
+        its = its.div_(params[group[0]].temperature)
+        tokens[group] = _draw(its, [params[row] for row in group], [draws[row] for row in group])
+    return Choice(tokens.cpu(), (_logits_of(logits, tokens) - sums).cpu())
 
 
 def _groups(params: list[SamplingParams]) -> Iterable[list[int]]:
-    """The rows that are not greedy, in groups with the same temperature, top_k and top_p."""
+    """The rows that are not greedy, in groups that are drawn in the same way."""
     groups = defaultdict(list)
     for row, p in enumerate(params):
         if p.temperature >= GREEDY_BELOW:
-            groups[p.temperature, p.top_k, p.top_p].append(row)
+            groups[p.temperature, p.top_k, p.top_p, p.min_p].append(row)
     return groups.values()
 
 
-def _draw(logits: Tensor, params: list[SamplingParams], draws: list[tuple[int, int]]) -> Tensor:
+def _draw(logits: Tensor, params: list[SamplingParams], draws: list[Draw]) -> Tensor:
     """Draw a token for each row of logits (B, V), which have been divided by the temperature."""
     top_k = params[0].top_k
     top_p = params[0].top_p
+    min_p = params[0].min_p
+    if min_p > 0:
+        p = torch.softmax(logits, -1)
+        logits = logits.masked_fill(p < min_p * p.amax(-1, keepdim=True), -torch.inf)
     if 0 < top_k < logits.shape[1]:
         order = logits.topk(top_k).indices
         logits = logits.gather(1, order)
@@ -131,15 +228,16 @@ def _draw(logits: Tensor, params: list[SamplingParams], draws: list[tuple[int, i
     before = p.cumsum(-1) - p
     p = p.masked_fill(before >= top_p, 0.0)  # the most likely token always stays
     cumulative = p.cumsum(-1)
-    u = torch.tensor([_uniform(each.seed, *draw) for each, draw in zip(params, draws)], device=p.device)
+    u = torch.tensor([_uniform(each.seed, draw) for each, draw in zip(params, draws)], device=p.device)
     chosen = torch.searchsorted(cumulative, u[:, None] * cumulative[:, -1:], right=True)
     last = (p > 0).sum(-1, keepdim=True) - 1
     return order.gather(1, chosen.minimum(last.clamp(min=0)))[:, 0]
 
 
-def _uniform(seed: int, key: int, step: int) -> float:
+def _uniform(seed: int, draw: Draw) -> float:
     """A random number in [0, 1) that depends on the arguments alone, from a counter-based generator."""
-    counter = np.array([0, 0, key, step], np.uint64)  # from a list with a large number NumPy would make floats
+    # from a list with a large number NumPy would make floats
+    counter = np.array([0, draw.answer, draw.key, draw.step], np.uint64)
     return float(np.random.Generator(np.random.Philox(key=seed, counter=counter)).random(dtype=np.float32))
 
 

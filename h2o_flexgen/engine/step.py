@@ -53,6 +53,9 @@ Stage = Callable[[int, Chunk, Weights], None]
 class LogitsSink(Protocol):
     """Consumes logits: a `Sampler` turns them into tokens, `TeacherForcing` scores a text."""
 
+    def expect(self, rows: list[Sequence]) -> None:
+        """Prepare for the logits of these rows, which a pass that begins now will compute."""
+
     def take(self, sequences: list[Sequence], logits: Tensor) -> None:
         """Consume logits (B, V), one row for each of B sequences. A sequence that is listed several times has a row for
         each of the last tokens of its prompt.
@@ -92,6 +95,7 @@ class Walk:
     def run(self, pass_: Pass) -> None:
         """Give each row of a pass its next token, or end it."""
         self._begin(pass_)
+        self.sink.expect(pass_.rows)
         for number, stage in enumerate(self._stages()):
             interrupts.check()
             routed = self._routed.values()

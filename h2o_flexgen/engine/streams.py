@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from h2o_flexgen.engine.batch import Piece, Sequence, cut
+from h2o_flexgen.engine.model import LoadedModel
 from h2o_flexgen.engine.observer import Observer
 from h2o_flexgen.engine.params import SamplingParams
 from h2o_flexgen.engine.report import Meter
@@ -180,6 +181,9 @@ class Streams:
 class DiscardLogits:
     """A sink that ignores logits, for chunks that only fill the caches."""
 
+    def expect(self, rows: list[Sequence]) -> None:
+        """As `step.LogitsSink`."""
+
     def take(self, sequences: list[Sequence], logits: Tensor) -> None:
         """As `step.LogitsSink`."""
 
@@ -191,8 +195,8 @@ class StreamingSampler(Sampler):
         on_tokens: called with the sequences that have a new token.
     """
 
-    def __init__(self, eos_ids: frozenset[int], tokenizer, on_tokens: Callable[[list[Sequence]], None]):
-        super().__init__(eos_ids, tokenizer)
+    def __init__(self, model: LoadedModel, on_tokens: Callable[[list[Sequence]], None]):
+        super().__init__(model.eos_ids, model.tokenizer, model.spec.vocab)
         self.on_tokens = on_tokens
 
     def take(self, sequences: list[Sequence], logits: Tensor) -> None:

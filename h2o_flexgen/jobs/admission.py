@@ -13,10 +13,11 @@ from typing import BinaryIO
 import numpy as np
 
 from h2o_flexgen.engine.model import LoadedModel
-from h2o_flexgen.engine.params import SamplingParams, check_stop
+from h2o_flexgen.engine.params import SamplingParams, check_params
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.jobs.content import temporary_file
 from h2o_flexgen.jobs.input import Row, Rows
+from h2o_flexgen.jobs.keys import SAMPLING, RowError
 from h2o_flexgen.jobs.output import DoneRow, encoded, failed_row
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.planning.workload import Workload
@@ -32,7 +33,9 @@ class Admission:
         params: of what a row does not set itself.
 
     Attributes:
-        lens: how many rows that can be run have each number of prompt tokens.
+        count: how many rows can be run.
+        lens: how many of their answers have each number of prompt tokens.
+        logits: the most tokens of a prompt whose logits are wanted.
         gen_len: tokens of the longest output.
         output_tokens: the most of all outputs together.
         error: why the first of the other rows cannot be run.
@@ -43,8 +46,10 @@ class Admission:
 
     def __init__(self, llm: LLM, rows: Rows, wanted: np.ndarray, params: SamplingParams):
         self.params = params
+        self.count = 0
         self.lens = Counter()
         self.gen_len = 1
+        self.logits = 1
         self.output_tokens = 0
         self.error = ""
         self._admitted = temporary_file()  # pickles of (row, token ids, parameters)
@@ -62,9 +67,12 @@ class Admission:
         _write(self._refused)
 
     def _admit(self, row: Row, ids: list[int], own: SamplingParams) -> None:
-        self.lens[len(ids)] += 1
+        self.count += 1
+        self.lens[len(ids)] += own.answers
         self.gen_len = max(self.gen_len, own.max_tokens)
-        self.output_tokens += own.max_tokens
+        self.output_tokens += own.max_tokens * own.answers
+        if own.prompt_logprobs is not None:
+            self.logits = max(self.logits, len(ids))
         row.prompt = ""
         _write(self._admitted, pickle.dumps((row, array("i", ids), None if own is self.params else own)))
 
@@ -76,12 +84,18 @@ class Admission:
     def workload(self) -> Workload:
         lens = sorted(self.lens, reverse=True)
         prompt_lens = np.repeat(np.array(lens, np.int32), [self.lens[n] for n in lens])
-        return Workload(prompt_lens, self.gen_len, path=self.longest - 1, output_tokens=self.output_tokens)
+        return Workload(
+            prompt_lens,
+            self.gen_len,
+            path=self.longest - 1,
+            output_tokens=self.output_tokens,
+            logits=self.logits,
+        )
 
     def admitted(self) -> Iterator[tuple[Row, list[int], SamplingParams]]:
         """The rows that can be run, without their prompts, with token ids and parameters."""
         self._admitted.seek(0)
-        for _ in range(self.lens.total()):
+        for _ in range(self.count):
             row, ids, own = pickle.load(self._admitted)
             yield row, ids.tolist(), own or self.params
 
@@ -105,7 +119,8 @@ def request(row: Row, params: SamplingParams, model: LoadedModel) -> tuple:
     """The prompt of a row, or a UserError in place of one, and its parameters: `params` with what it sets itself."""
     try:
         own = replace(params, **row.params) if row.params else params
-        check_stop(own, model.tokenizer, model.spec.vocab)
+        check_params(own, model.tokenizer, model.spec.vocab)
         return row.prompt, own
     except UserError as e:
-        return e, params
+        name = str(e).split()[0]
+        return (RowError(str(e), name) if name in SAMPLING else e), params

@@ -49,6 +49,11 @@ class Row:
         """Identifies the row from one run of a job to the next."""
         return self.index if self.custom_id is None else self.custom_id
 
+    def set_logprobs(self, wanted: dict) -> None:
+        """`wanted`: from `openai.wanted_logprobs`."""
+        self.logprobs = bool(wanted)
+        self.params |= wanted
+
     @property
     def key(self) -> int:
         """Selects the random numbers: independent of its place for a row with a custom_id."""
@@ -162,7 +167,7 @@ def parse_row(line: bytes, index: int, number: int) -> Row:
         else:
             row.params = sampling(data)
             row.prompt = _prompt(data)
-            row.logprobs = openai.wants_logprobs(data, row.kind)
+            row.set_logprobs(openai.wanted_logprobs(data, row.kind))
     except UserError as e:
         row.prompt = e
     return row

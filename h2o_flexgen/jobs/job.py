@@ -13,9 +13,9 @@ from pathlib import Path
 
 from h2o_flexgen.engine.batch import Sequence
 from h2o_flexgen.engine.observer import Observer
-from h2o_flexgen.engine.outputs import RequestOutput, complete
+from h2o_flexgen.engine.outputs import Answers, RequestOutput, complete
 from h2o_flexgen.engine.params import SamplingParams
-from h2o_flexgen.engine.requests import JobSpec
+from h2o_flexgen.engine.requests import JobSpec, answers_to
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.jobs.admission import Admission
 from h2o_flexgen.jobs.input import Row, Rows
@@ -185,6 +185,7 @@ class JobWriter(Observer):
         self.rows = rows
         self.left = left
         self.running: dict[int, Row] = {}
+        self.answers = Answers()
         self.admission = Admission(llm, rows, left.todo, params)  # of all, before the first is run
         if not self.admission.lens and not len(left.kept):
             raise UserError(f"none of the {len(rows)} rows of `input_file` can be run; {self.admission.error}")
@@ -227,7 +228,7 @@ class JobWriter(Observer):
         """Read when the engine has room for them."""
         for row, ids, params in self.admission.admitted():
             self.running[row.index] = row
-            yield Sequence(row.index, ids, params, row.key)
+            yield from answers_to(row.index, ids, params, row.key)
 
     def on_plan(self, choice: ExecutionPlan) -> None:
         """A KV budget "auto" has become one of slots, which stays, and so does a format."""
@@ -267,9 +268,10 @@ class JobWriter(Observer):
     def on_finished(self, sequences: list[Sequence]) -> None:
         model = self.llm.model
         for s in sequences:
-            row = self.running.pop(s.index)
-            output = complete(RequestOutput(s.index, None, s.prompt), s, model.tokenizer)
-            self._add(row.index, done_row(row, output, model.name, model.tokenizer))
+            if (answers := self.answers.add(s)) is not None:
+                row = self.running.pop(s.index)
+                output = complete(RequestOutput(s.index, None, s.prompt), answers, model.tokenizer)
+                self._add(row.index, done_row(row, output, model.name, model.tokenizer))
         self.job.output.flush()
 
     def _add(self, index: int, row: DoneRow) -> None:

@@ -7,7 +7,9 @@ llama.cpp and others, whatever their case, hyphens and underscores. All other ke
 from __future__ import annotations
 
 import re
+from dataclasses import fields
 
+from h2o_flexgen.engine.structured import Structured
 from h2o_flexgen.errors import UserError
 
 #: keys that set a row's sampling: the types of each
@@ -20,13 +22,33 @@ SAMPLING = {
     "stop": (str, list),
     "stop_token_ids": list,
     "ignore_eos": bool,
+    "min_p": (int, float),
+    "min_tokens": int,
+    "presence_penalty": (int, float),
+    "frequency_penalty": (int, float),
+    "repetition_penalty": (int, float),
+    "logit_bias": dict,
+    "bad_words": (str, list),
+    "allowed_token_ids": list,
+    "n": int,
+    "best_of": int,
+    "top_logprobs": int,
+    "prompt_logprobs": int,
+}
+#: keys that say what an output must match, with the field of `Structured` that each sets; None: several
+STRUCTURED = {
+    "response_format": None,
+    "structured_outputs": None,
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
 }
 #: keys that would change the answer and are not supported: of OpenAI, of vLLM and SGLang, of transformers, of
 #: llama.cpp, of Google, and ours, which hold for a whole job
 UNSUPPORTED = """
-stream echo suffix tools functions logit_bias audio reasoning_effort verbosity web_search_options
-bad_words allowed_token_ids logits_processors prompt_logprobs guided_json guided_regex guided_choice guided_grammar
-guided_decoding structured_outputs json_schema structural_tag ebnf stop_regex vllm_xargs lora_request
+stream echo suffix tools functions audio reasoning_effort verbosity web_search_options
+logits_processors guided_decoding json_schema structural_tag ebnf stop_regex vllm_xargs lora_request
 include_stop_str_in_output truncate_prompt_tokens add_special_tokens continue_final_message chat_template documents
 prompt_embeds use_beam_search thinking_token_budget sampling_params extra_body
 max_time early_stopping bad_words_ids force_words_ids suppress_tokens begin_suppress_tokens sequence_bias
@@ -37,12 +59,12 @@ kv_budget kv_rule hh_ratio hh_size recent_ratio recent_size
 """.split()
 #: the same, but harmless if they are 1
 OFF_AT_1 = """
-n best_of repetition_penalty num_beams num_beam_groups num_return_sequences encoder_repetition_penalty length_penalty
+num_beams num_beam_groups num_return_sequences encoder_repetition_penalty length_penalty
 typical_p guidance_scale repeat_penalty rep_pen tfs_z candidate_count
 """.split()
 #: or 0
 OFF_AT_0 = """
-top_logprobs frequency_penalty presence_penalty min_p min_tokens min_length min_new_tokens no_repeat_ngram_size
+min_length min_new_tokens no_repeat_ngram_size
 diversity_penalty penalty_alpha epsilon_cutoff eta_cutoff freq_penalty dry_multiplier xtc_probability dynatemp_range
 mirostat
 """.split()
@@ -51,7 +73,6 @@ REFUSED = dict.fromkeys(UNSUPPORTED, ()) | dict.fromkeys(OFF_AT_1, (1,)) | dict.
 REFUSED |= {
     "tool_choice": ("none", "auto"),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
@@ -76,13 +97,17 @@ ALIASES = {
 }
 OTHER_NAMES = {alias: name for name, aliases in ALIASES.items() for alias in aliases.split()}
 #: all supported keys of a row or a request, besides "prompt"
-HONOURED = SAMPLING.keys() | {
-    "max_completion_tokens",
-    "logprobs",
-    "chat_template_kwargs",
-    "prompt_token_ids",
-    "messages",
-}
+HONOURED = (
+    SAMPLING.keys()
+    | STRUCTURED.keys()
+    | {
+        "max_completion_tokens",
+        "logprobs",
+        "chat_template_kwargs",
+        "prompt_token_ids",
+        "messages",
+    }
+)
 #: names above that are also common columns of data sets: labels in a plain row
 COLUMNS = {"echo", "suffix", "stopwords", "min_length", "max_length", "input_ids"}
 #: the same, but arguments of a chat in a row with messages
@@ -119,7 +144,7 @@ def sampling(data: dict, is_body: bool = False) -> dict:
     for name, value in data.items():
         if (known := known_name(name)) not in labels:
             _check_key(name, known, value)
-    found = {name: data[name] for name in SAMPLING if data.get(name) is not None}
+    found = {name: data[name] for name in SAMPLING if not is_empty(data.get(name))}
     if data.get("max_completion_tokens") is not None:  # the newer name takes precedence
         found["max_tokens"] = data["max_completion_tokens"]
     for name, value in found.items():
@@ -128,7 +153,47 @@ def sampling(data: dict, is_body: bool = False) -> dict:
             raise RowError(f"{name} cannot be {short(value)}", name)
         if isinstance(value, int) and abs(value) >= 1 << 64:
             raise RowError(f"{name} is too large", name)
+    if (structured := structured_of(data)) is not None:
+        found["structured"] = structured
     return found
+
+
+def structured_of(data: dict) -> Structured | None:
+    """What the output of a row or a request must match. Raises RowError for several, or one in a wrong form."""
+    given = [name for name in STRUCTURED if not is_empty(data.get(name)) and data[name] != {"type": "text"}]
+    if not given:
+        return None
+    name, *others = given
+    if others:
+        raise RowError(f"{name} and {others[0]} both say what the output must match: leave one out", others[0])
+    try:
+        found = Structured(**_fields_of(name, data[name]))
+        found.check()
+        return found
+    except UserError as e:
+        raise RowError(str(e), name) from None
+
+
+def _fields_of(name: str, value) -> dict:
+    """The fields of `Structured` that a key sets."""
+    if STRUCTURED[name] is not None:
+        return {STRUCTURED[name]: value}
+    if not isinstance(value, dict):
+        raise RowError(f"{name} must be an object, not {short(value)}", name)
+    if name == "structured_outputs":
+        known = {field.name for field in fields(Structured)}
+        if unknown := [key for key in value if key not in known and not is_empty(value[key])]:
+            raise RowError(f"structured_outputs: {unknown[0]} is not one of {', '.join(sorted(known))}", name)
+        return {key: value[key] for key in known & value.keys()}
+    kind = value.get("type")
+    if kind == "json_object":
+        return {"json_object": True}
+    if kind != "json_schema":
+        raise RowError(f"response_format: type must be text, json_object or json_schema, not {short(kind)}", name)
+    inner = value.get("json_schema")
+    if not isinstance(inner, dict) or inner.get("schema") is None:
+        raise RowError("response_format: json_schema needs an object with a schema", name)
+    return {"json": inner["schema"]}
 
 
 def _labels(row: dict) -> set[str]:

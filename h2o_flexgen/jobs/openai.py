@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Iterable
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from h2o_flexgen.engine.messages import Conversation, checked_kwargs, checked_message
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.jobs.keys import HONOURED, REFUSED, SAMPLING, RowError, is_empty, sampling, short
+from h2o_flexgen.jobs.keys import HONOURED, REFUSED, SAMPLING, STRUCTURED, RowError, is_empty, sampling, short
 
 if TYPE_CHECKING:
-    from h2o_flexgen.engine.outputs import RequestOutput
+    from h2o_flexgen.engine.outputs import CompletionOutput, RequestOutput
     from h2o_flexgen.jobs.input import Row
 
 #: the kind of a row by its url
@@ -53,9 +54,9 @@ def parse(data: dict, row: Row) -> None:
         raise RowError(f"{misplaced[0]} belongs in the body", misplaced[0])
     row.params = sampling(body, is_body=True)
     for name, value in body.items():
-        if not (is_empty(value) or name in SAMPLING or name in REFUSED or name in OTHERS):
+        if not (is_empty(value) or name in {*SAMPLING, *STRUCTURED, *REFUSED, *OTHERS}):
             raise RowError(f"{name} is not supported: leave it out", name)
-    row.logprobs = wants_logprobs(body, row.kind)
+    row.set_logprobs(wanted_logprobs(body, row.kind))
     if row.kind == "chat":
         row.prompt = conversation(body)
     else:
@@ -95,16 +96,23 @@ def _completion_prompt(prompt) -> str | list[int]:
     raise RowError("prompt must be one text or one list of token ids", "prompt")
 
 
-def wants_logprobs(data: dict, kind: str) -> bool:
-    """Whether a row asks for the log-probabilities of the chosen tokens: by true, or in a completion by 0, the number
-    of alternatives. Raises RowError for anything else."""
+def wanted_logprobs(data: dict, kind: str) -> dict:
+    """What a row wants of the log-probabilities of its tokens: {} for nothing, or how many `top_logprobs` it wants
+    beside its own tokens'. In a chat or a plain row `logprobs` is true or false, in a completion that number. Raises
+    RowError for anything else."""
     logprobs = data.get("logprobs")
+    top = data.get("top_logprobs")
     if logprobs is None or logprobs is False:
-        return False
-    if logprobs == 0 if kind == "completion" else logprobs is True:
-        return True
-    only = "0: other tokens than the chosen one are not supported" if kind == "completion" else "true or false"
-    raise RowError(f"logprobs must be {only}", "logprobs")
+        if top:
+            raise RowError("top_logprobs needs logprobs: set it to true", "top_logprobs")
+        return {}
+    if kind == "completion":
+        if type(logprobs) is not int or logprobs < 0:
+            raise RowError(f"logprobs must be a number, 0 or more, not {short(logprobs)}", "logprobs")
+        return {"top_logprobs": logprobs}
+    if logprobs is not True:
+        raise RowError("logprobs must be true or false", "logprobs")
+    return {"top_logprobs": 0 if top is None else top}
 
 
 # responses
@@ -114,26 +122,31 @@ def response(row: Row, output: RequestOutput, model: str, tokenizer) -> dict:
     """The output line of a request that was run. `model`: the name to give if the request names none."""
     if output.error is not None:
         return failure(row, UserError(output.error), 500)
-    done = output.outputs[0]
     used = len(output.prompt_token_ids)
-    made = len(done.token_ids)
-    choice = {"index": 0, "finish_reason": done.finish_reason, "logprobs": None}
+    made = sum(len(done.token_ids) for done in output.outputs)
+    body = {
+        "id": f"{'chatcmpl' if row.kind == 'chat' else 'cmpl'}-{_number(row)}",
+        "object": "chat.completion" if row.kind == "chat" else "text_completion",
+        "created": int(time.time()),
+        "model": row.model or model,
+        "choices": [_choice(row, done, tokenizer) for done in output.outputs],
+        "usage": {"prompt_tokens": used, "completion_tokens": made, "total_tokens": used + made},
+    }
+    if output.prompt_logprobs is not None:
+        body["prompt_logprobs"] = output.prompt_logprobs
+    return _line(row, 200, body)
+
+
+def _choice(row: Row, done: CompletionOutput, tokenizer) -> dict:
+    choice = {"index": done.index, "finish_reason": done.finish_reason, "logprobs": None}
     if row.kind == "chat":
         choice["message"] = {"role": "assistant", "content": done.text, "refusal": None}
     else:
         choice["text"] = done.text
     if row.logprobs:
         logprobs = _chat_logprobs if row.kind == "chat" else _completion_logprobs
-        choice["logprobs"] = logprobs(_token_texts(tokenizer, done.token_ids), done.logprobs)
-    body = {
-        "id": f"{'chatcmpl' if row.kind == 'chat' else 'cmpl'}-{_number(row)}",
-        "object": "chat.completion" if row.kind == "chat" else "text_completion",
-        "created": int(time.time()),
-        "model": row.model or model,
-        "choices": [choice],
-        "usage": {"prompt_tokens": used, "completion_tokens": made, "total_tokens": used + made},
-    }
-    return _line(row, 200, body)
+        choice["logprobs"] = logprobs(done, tokenizer)
+    return choice
 
 
 def failure(row: Row, error: UserError, status: int = 400) -> dict:
@@ -153,22 +166,31 @@ def _number(row: Row) -> str:
     return hashlib.sha256(f"{row.custom_id!r} {row.digest}".encode()).hexdigest()[:24]
 
 
-def _token_texts(tokenizer, tokens: list[int]) -> list[str]:
+def _token_texts(tokenizer, tokens: Iterable[int]) -> list[str]:
     """The text of each token; without a tokenizer its id, written as in vLLM."""
     if tokenizer is None:
         return [f"token_id:{token}" for token in tokens]
     return [tokenizer.decode([token], clean_up_tokenization_spaces=False) for token in tokens]
 
 
-def _chat_logprobs(texts: list[str], logprobs: list[float]) -> dict:
+def _chat_logprobs(done: CompletionOutput, tokenizer) -> dict:
     content = []
-    for text, logprob in zip(texts, logprobs):
-        is_part = "\ufffd" in text  # an incomplete character
-        values = None if is_part else list(text.encode("utf-8", "replace"))
-        content.append({"token": text, "logprob": logprob, "bytes": values, "top_logprobs": []})
+    for n, (token, logprob) in enumerate(zip(done.token_ids, done.logprobs)):
+        top = done.top_logprobs[n] if done.top_logprobs else {}
+        others = [_chat_logprob(*each, tokenizer) for each in top.items()]
+        content.append(_chat_logprob(token, logprob, tokenizer) | {"top_logprobs": others})
     return {"content": content, "refusal": None}
 
 
-def _completion_logprobs(texts: list[str], logprobs: list[float]) -> dict:
+def _chat_logprob(token: int, logprob: float, tokenizer) -> dict:
+    (text,) = _token_texts(tokenizer, [token])
+    is_part = "\ufffd" in text  # an incomplete character
+    values = None if is_part else list(text.encode("utf-8", "replace"))
+    return {"token": text, "logprob": logprob, "bytes": values}
+
+
+def _completion_logprobs(done: CompletionOutput, tokenizer) -> dict:
+    texts = _token_texts(tokenizer, done.token_ids)
     offsets = [0, *accumulate(map(len, texts))]
-    return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": None, "text_offset": offsets[:-1]}
+    top = done.top_logprobs and [dict(zip(_token_texts(tokenizer, each), each.values())) for each in done.top_logprobs]
+    return {"tokens": texts, "token_logprobs": done.logprobs, "top_logprobs": top, "text_offset": offsets[:-1]}

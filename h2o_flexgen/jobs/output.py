@@ -23,7 +23,7 @@ from h2o_flexgen.jobs.input import Row
 from h2o_flexgen.utils.files import open_regular, sync
 
 if TYPE_CHECKING:
-    from h2o_flexgen.engine.outputs import RequestOutput
+    from h2o_flexgen.engine.outputs import CompletionOutput, RequestOutput
 
 log = logging.getLogger(__name__)
 
@@ -222,7 +222,8 @@ class DoneRow:
             raise TypeError
         if "response" not in data:
             error = data.get("error")
-            return cls(id, data, error, len([*data["token_ids"]]) if error is None else 0)
+            outputs = [] if error is not None else data.get("outputs", [data])
+            return cls(id, data, error, sum(len([*each["token_ids"]]) for each in outputs))
         answer = data["response"]
         if answer["status_code"] != 200:
             return cls(id, data, answer["body"]["error"]["message"], 0)
@@ -235,9 +236,20 @@ def done_row(row: Row, output: RequestOutput, model: str, tokenizer) -> DoneRow:
         return DoneRow.of(openai.response(row, output, model, tokenizer))
     if output.error is not None:
         return failed_row(row, UserError(output.error))
-    done = output.outputs[0]
+    each = [_plain(row, done) for done in output.outputs]
+    found = each[0] if len(each) == 1 else {"outputs": each}
+    if output.prompt_logprobs is not None:
+        found["prompt_logprobs"] = output.prompt_logprobs
+    return DoneRow.of(_begin(row) | found)
+
+
+def _plain(row: Row, done: CompletionOutput) -> dict:
     found = {"text": done.text, "token_ids": done.token_ids, "finish_reason": done.finish_reason}
-    return DoneRow.of(_begin(row) | found | ({"logprobs": done.logprobs} if row.logprobs else {}))
+    if row.logprobs:
+        found["logprobs"] = done.logprobs
+    if row.logprobs and done.top_logprobs is not None:
+        found["top_logprobs"] = done.top_logprobs
+    return found
 
 
 def failed_row(row: Row, error: UserError) -> DoneRow:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import fields
 
 from h2o_flexgen import __version__
 from h2o_flexgen.engine.model import LoadedModel
@@ -17,6 +18,8 @@ from h2o_flexgen.utils.files import samples
 
 #: the formats that matmuls in int8 read when manifests had `in_blocks`
 OLD = {"int8", "int4", "Q8_0", "Q4_0", "Q4_1"}
+#: sampling parameters that every manifest has
+SINCE_THE_FIRST = "temperature top_k top_p max_tokens ignore_eos seed stop".split()
 #: settings that are no options, in words
 WORDS = {
     "files": "the model's files or tokenizer",
@@ -28,7 +31,6 @@ WORDS = {
 def settings_of(llm: LLM, params: SamplingParams, longest_prompt: int) -> dict:
     """All that decides the tokens of a row, except the row itself and the slots of its KV cache."""
     budget = llm.kv_budget
-    sampling = ("temperature", "top_k", "top_p", "ignore_eos", "seed")
     layers = layer_losses(budget.rule) if isinstance(budget, KVBudget) else None
     return {
         "model": llm.model.name,
@@ -41,13 +43,21 @@ def settings_of(llm: LLM, params: SamplingParams, longest_prompt: int) -> dict:
         "operands": llm.model.operands,
         "kv_budget": budget.to_dict(longest_prompt) if isinstance(budget, KVBudget) else budget,
         "layers": layers and hashlib.sha256(repr(layers).encode()).hexdigest()[:16],  # the budget only names a file
-        **{name: getattr(params, name) for name in sampling},
-        "gen_len": params.max_tokens,
-        "stop": list(params.stop),
-        "stop_token_ids": list(params.stop_token_ids) or None,  # None, as in manifests of earlier versions
+        **_sampling(params),
         "chat_template_kwargs": llm.model.chat.template_kwargs or None,
         "version": __version__,
     }
+
+
+def _sampling(params: SamplingParams) -> dict:
+    """None for what manifests of earlier versions lack, and what is not asked for."""
+    found = {}
+    for each in fields(params):
+        value = getattr(params, each.name)
+        is_asked = each.name in SINCE_THE_FIRST or value != each.default
+        found[each.name] = json.loads(json.dumps(value, default=vars)) if is_asked else None
+    found["gen_len"] = found.pop("max_tokens")
+    return found
 
 
 def changes(old: dict, new: dict) -> list[str]:

@@ -97,11 +97,12 @@ def test_a_sequence_that_overflows_after_its_end_is_unaffected(poisoned, monkeyp
     prompts = healthy_prompts(model, 7, [20, 19, 9, 8], 18, None)
     real = sampling.sample
 
-    def sample(logits, params, draws):
-        tokens, logprobs = real(logits, params, draws)
-        if (1, 0) in draws:
-            tokens[draws.index((1, 0))] = 7  # ends this sequence
-        return tokens, logprobs
+    def sample(logits, params, draws, changed):
+        choice = real(logits, params, draws, changed)
+        first = sampling.Draw(key=1, step=0)
+        if first in draws:
+            choice.tokens[draws.index(first)] = 7  # ends this sequence
+        return choice
 
     monkeypatch.setattr(sampling, "sample", sample)
     with LLM(str(model.folder), Policy(2, 1, percent), device="cpu", dtype="float32", progress=False) as llm:

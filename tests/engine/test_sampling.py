@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from h2o_flexgen import SamplingParams, UserError
-from h2o_flexgen.engine.sampling import sample
+from h2o_flexgen.engine.sampling import Draw, sample
 from h2o_flexgen.planning.workload import SAMPLE_ROWS
 
 V = 12
@@ -25,8 +25,8 @@ def draw(logits, step=0, keys=None, **params):
     return sample(logits, [SamplingParams(**params)] * len(logits), draws(keys or range(len(logits)), step))
 
 
-def draws(keys, step: int) -> list[tuple[int, int]]:
-    return [(key, step) for key in keys]
+def draws(keys, step: int) -> list[Draw]:
+    return [Draw(key, step) for key in keys]
 
 
 @given(seed=st.integers(0, 2**32))
@@ -145,10 +145,10 @@ def test_every_row_is_drawn_by_its_own_parameters(seed, data, rows):
     seeds = data.draw(st.lists(st.integers(0, 2**64 - 1), min_size=rows, max_size=rows))
     params = [SamplingParams(**way, seed=seed, max_tokens=n + 1) for n, (way, seed) in enumerate(zip(ways, seeds))]
     steps = data.draw(st.lists(st.integers(0, 9), min_size=rows, max_size=rows))  # rows enter at different times
-    tokens, logprobs = sample(logits, params, list(enumerate(steps)))
+    tokens, logprobs = sample(logits, params, [Draw(*each) for each in enumerate(steps)])
     for n, p in enumerate(params):
-        alone = sample(logits[n : n + 1], [p], [(n, steps[n])])
-        like_all = sample(logits, [p] * rows, list(enumerate(steps)))
+        alone = sample(logits[n : n + 1], [p], [Draw(n, steps[n])])
+        like_all = sample(logits, [p] * rows, [Draw(*each) for each in enumerate(steps)])
         assert tokens[n] == alone[0][0] == like_all[0][n]
         assert logprobs[n] == like_all[1][n]
 

@@ -13,13 +13,15 @@ from h2o_flexgen.jobs.keys import COLUMNS, OTHER_NAMES, PROMPT_COLUMNS, REFUSED,
 
 #: (key, value, what the error says)
 REFUSALS = [
-    ("n", 3, "n is not supported"),
-    ("repetition_penalty", 1.2, "repetition_penalty is not supported"),
-    ("min_p", 0.1, "min_p is not supported"),
-    ("logit_bias", {"5": 100}, "logit_bias is not supported"),
+    ("num_beams", 3, "num_beams is not supported"),
+    ("length_penalty", 1.2, "length_penalty is not supported"),
+    ("logit_bias", [5], "logit_bias cannot be [5]"),
+    ("response_format", {"type": "xml"}, "type must be text, json_object or json_schema"),
+    ("response_format", {"type": "json_schema"}, "json_schema needs an object with a schema"),
+    ("structured_outputs", {"xml": 1}, "structured_outputs: xml is not one of"),
+    ("guided_choice", ["a", 1], "choice must be a list of texts"),
     ("tools", [{"type": "function"}], "tools is not supported"),
-    ("response_format", {"type": "json_object"}, "response_format is not supported"),
-    ("top_logprobs", 5, "top_logprobs is not supported"),
+    ("top_logprobs", 5, "top_logprobs needs logprobs"),
     ("extra_body", {"top_k": 5}, "extra_body is not supported"),
     ("hh_ratio", 0.2, "hh_ratio is not supported"),
     ("max_new_tokens", 5, "max_new_tokens is not a key of rows: use max_tokens"),
@@ -124,7 +126,10 @@ def test_other_keys_are_labels(tmp_path):
 def test_a_row_sets_its_own_sampling(tmp_path):
     given = {"max_tokens": 5, "temperature": 0.5, "top_p": 0.9, "top_k": -1, "seed": 3, "stop": ["a"]}
     given |= {"stop_token_ids": [7, 8], "ignore_eos": True}
-    assert given.keys() == SAMPLING.keys()
+    given |= {"min_p": 0.1, "min_tokens": 2, "presence_penalty": 1, "frequency_penalty": -0.5}
+    given |= {"repetition_penalty": 1.1, "logit_bias": {"5": -100}, "bad_words": ["b"], "allowed_token_ids": [1, 2]}
+    given |= {"n": 2, "best_of": 3, "prompt_logprobs": 0}
+    assert given.keys() == SAMPLING.keys() - {"top_logprobs"}
     for form in (plain, completion):
         assert row_of(tmp_path, form(**given)).params == given
 
@@ -136,7 +141,7 @@ def test_a_row_sets_its_own_sampling(tmp_path):
         ("logprobs", True, "logprobs belongs in the body"),
         ("chat_template_kwargs", {"a": 1}, "chat_template_kwargs belongs in the body"),
         ("maxTokens", 5, "use max_tokens"),
-        ("repetition_penalty", 1.2, "repetition_penalty is not supported"),
+        ("length_penalty", 1.2, "length_penalty is not supported"),
     ],
 )
 def test_a_key_beside_the_body_of_a_request_is_not_lost(tmp_path, key, value, say):

@@ -123,11 +123,58 @@ def test_logprobs_are_those_of_the_tokens(run):
     assert len(found["tokens"]) == len(found["token_logprobs"]) == len(found["text_offset"]) == 4
 
 
+def test_several_answers_with_what_else_was_likely(run):
+    types = pytest.importorskip("openai.types")
+    drawn = dict(temperature=1.0, seed=3)
+    lines = [chat("a", n=3, logprobs=True, top_logprobs=2, **drawn), completion("b", n=2, logprobs=2, **drawn)]
+    lines += [{"prompt": "Hello", "n": 2, "logprobs": True, "top_logprobs": 1, **drawn}]
+    several, text, plain = run(lines)
+    (alone,) = run([chat("a", **drawn)])
+    for line, kind in ((several, types.chat.ChatCompletion), (text, types.Completion)):
+        made = kind.model_validate(body_of(line), strict=True)
+        assert made.to_dict(exclude_unset=True) == body_of(line)
+    choices = body_of(several)["choices"]
+    assert [choice["index"] for choice in choices] == [0, 1, 2]
+    assert choices[0]["message"] == body_of(alone)["choices"][0]["message"]
+    assert len({choice["message"]["content"] for choice in choices}) > 1
+    assert body_of(several)["usage"]["completion_tokens"] == 12
+    assert all(len(token["top_logprobs"]) == 2 for token in choices[0]["logprobs"]["content"])
+    assert all(0 < len(top) <= 2 for top in body_of(text)["choices"][1]["logprobs"]["top_logprobs"])
+    assert [len(each["top_logprobs"]) for each in plain["outputs"]] == [4, 4]
+
+
+def test_answers_that_must_match(run):
+    """By each name that says so."""
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+    lines = [
+        chat(str(n), max_tokens=99, **wish)
+        for n, wish in enumerate(
+            [
+                dict(response_format=json_schema(schema)),
+                dict(guided_json=schema),
+                dict(structured_outputs={"json": json.dumps(schema)}),
+                dict(guided_choice=['{"a": 1}', '{"a": 2}']),
+                dict(guided_regex='[{]"a": [12]}'),
+                dict(guided_grammar='root ::= "{\\"a\\": " [12] "}"'),
+            ]
+        )
+    ]
+    for line in run(lines):
+        (choice,) = body_of(line)["choices"]
+        assert json.loads(choice["message"]["content"])["a"] in (1, 2) and choice["finish_reason"] == "stop"
+    (plain,) = run([{"prompt": "Hello", "guided_choice": ["x", "y"]}])
+    assert plain["text"] in ("x", "y") and plain["finish_reason"] == "stop"
+
+
 def test_content_parts_of_text_are_joined(run):
     parts = [{"type": "text", "text": "Hello"}, {"type": "text", "text": "world"}]
     found = run([chat("a", messages=[{"role": "user", "content": part}]) for part in (parts,)])
     whole = run([chat("a", messages=[{"role": "user", "content": "Hello\nworld"}])])
     assert body_of(found[0])["choices"] == body_of(whole[0])["choices"]
+
+
+def json_schema(schema: dict) -> dict:
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
 
 
 IMAGE = [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}]
@@ -136,20 +183,24 @@ IMAGE = [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"
 #: requests, the parameter that the error names, and what it says
 BAD = [
     (chat(tools=[{"type": "function"}]), "tools", "tools is not supported"),
-    (chat(n=2), "n", "n is not supported"),
+    (chat(n=2), "n", "n 2 at temperature 0"),
+    (chat(n=0), "n", "n must be a whole number, 1 or more"),
     (chat(stream=True), "stream", "stream is not"),
-    (chat(logprobs=True, top_logprobs=5), "top_logprobs", "top_logprobs is not"),
-    (chat(response_format={"type": "json_object"}), "response_format", "response_format is not"),
-    (chat(frequency_penalty=0.5), "frequency_penalty", "frequency_penalty is not"),
+    (chat(logprobs=True, top_logprobs=21), "top_logprobs", "must be 20 or less"),
+    (chat(top_logprobs=5), "top_logprobs", "needs logprobs"),
+    (chat(response_format=json_schema({"not": {}})), "response_format", "not"),
+    (chat(frequency_penalty=5), "frequency_penalty", "frequency_penalty must lie"),
+    (chat(logit_bias={"300": 5}), "logit_bias", "below 300, the vocabulary"),
+    (chat(guided_choice=["a"], guided_regex="b"), "guided_choice", "leave one out"),
     (chat(messages=[{"role": "user", "content": IMAGE}]), "messages", "of type text, not 'image_url'"),
     (chat(messages=[]), "messages", "empty"),
     (chat(messages=None), "messages", "list"),
     (chat(messages=[{"role": "user"}]), "messages", '"content" must be a text'),
     (chat(max_tokens=5000), None, "1280 positions"),
     (chat(temperature="hot"), "temperature", "temperature"),
-    (chat(temperature=-1), None, "temperature"),
+    (chat(temperature=-1), "temperature", "temperature"),
     (completion(echo=True), "echo", "echo is not"),
-    (completion(logprobs=5), "logprobs", "must be 0"),
+    (completion(logprobs=True), "logprobs", "must be a number"),
     (completion(prompt=["a", "b"]), "prompt", "one text"),
     (completion(prompt=None), "prompt", "one text"),
     (completion(prompt=""), None, "empty"),

@@ -1,0 +1,143 @@
+"""Structured output: every finished text matches, whatever shares its block, and wherever its cache is."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import jsonschema
+import pytest
+
+from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams, Structured, UserError
+
+pytest_plugins = ["command_tools"]
+OPTIONS = dict(device="cpu", dtype="float32", progress=False)
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "kind": {"enum": ["cat", "dog"]},
+        "legs": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 9}, "maxItems": 3},
+    },
+    "required": ["name", "kind", "legs"],
+    "additionalProperties": False,
+}
+SHAPES = [
+    Structured(json=SCHEMA),
+    Structured(choice=["yes", "no", "perhaps"]),
+    Structured(regex=r"[a-c]{3}-\d{2}"),
+    Structured(grammar='root ::= "<" [0-9]+ ">"'),
+    Structured(json=json.dumps({"type": "boolean"})),
+]
+TEXTS = ["A letter.", "Once upon a time there was", "x", "The weather in the north of the country"]
+
+
+def matches(structured: Structured, text: str) -> bool:
+    if structured.json is not None:
+        jsonschema.validate(json.loads(text), json.loads(structured.json))
+        return True
+    if structured.choice is not None:
+        return text in structured.choice
+    return re.fullmatch(structured.regex or "<[0-9]+>", text) is not None
+
+
+@pytest.fixture
+def folder(talker):
+    """A random model with a tokenizer: without a mask its text would match nothing."""
+    return talker
+
+
+POLICIES = [Policy(4), Policy(2, 2, percent=(0, 0, 0, 0, 0, 0)), Policy(1, 1, percent=(100, 0, 100, 0, 100, 0))]
+
+
+@pytest.mark.parametrize("budget", [None, KVBudget.from_size(6, 6)], ids=["full", "h2o"])
+def test_texts_match_and_do_not_depend_on_their_neighbours(folder, budget):
+    """Five shapes and rows without one, greedy and drawn, in blocks that refill."""
+    prompts = TEXTS * 3
+    params = []
+    for n in range(len(prompts)):
+        shape = (*SHAPES, None)[n % 6]
+        params.append(SamplingParams(temperature=n % 2, seed=n, max_tokens=120, structured=shape, ignore_eos=True))
+    found = []
+    for policy in POLICIES:
+        with LLM(str(folder), policy, budget, **OPTIONS) as llm:
+            found.append([each.outputs[0] for each in llm.generate(prompts, params)])
+    for output, p in zip(found[0], params):
+        if p.structured is not None and output.finish_reason == "stop":
+            assert matches(p.structured, output.text), output.text
+    assert sum(output.finish_reason == "stop" for output in found[0]) >= 6
+    for others in found[1:]:  # a draw may fall between the last bits of two sums
+        assert [each.token_ids for each in others[::2]] == [each.token_ids for each in found[0][::2]]
+        assert [each.text for each in others[::2]] == [each.text for each in found[0][::2]]
+
+
+def test_a_text_that_cannot_go_on_ends_without_another_step(folder):
+    params = SamplingParams(max_tokens=50, structured=Structured(regex="ab"))
+    with LLM(str(folder), Policy(1), **OPTIONS) as llm:
+        (output,) = llm.generate("Say ab.", params)
+    assert output.outputs[0].text == "ab" and output.outputs[0].finish_reason == "stop"
+    assert llm.tokenizer.decode(output.outputs[0].token_ids) == "ab"  # no end-of-text token behind it
+
+
+def test_the_length_that_cuts_json_short_is_told(folder):
+    params = SamplingParams(max_tokens=4, structured=SHAPES[0])
+    with LLM(str(folder), Policy(1), **OPTIONS) as llm:
+        (output,) = llm.generate("Say ab.", params)
+    assert output.outputs[0].finish_reason == "length"
+
+
+def test_answers_share_their_prompt_and_are_drawn_apart(folder):
+    prompt = " ".join(TEXTS) * 4
+    params = SamplingParams(temperature=1.0, max_tokens=6, ignore_eos=True, n=5, seed=7)
+    with LLM(str(folder), Policy(8), **OPTIONS) as llm:
+        several, one = llm.generate([prompt, "b"], [params, SamplingParams(max_tokens=3, ignore_eos=True)])
+        assert llm.report["prefill"]["tokens"] < 2 * len(several.prompt_token_ids) if "tokens" in llm.report else True
+        (alone,) = llm.generate([prompt], SamplingParams(temperature=1.0, max_tokens=6, ignore_eos=True, seed=7))
+        best = SamplingParams(temperature=1.0, max_tokens=6, ignore_eos=True, n=2, best_of=5, seed=7)
+        (kept,) = llm.generate([prompt], best)
+    assert [each.index for each in several.outputs] == list(range(5)) and len(one.outputs) == 1
+    assert several.outputs[0].token_ids == alone.outputs[0].token_ids
+    assert len({tuple(each.token_ids) for each in several.outputs}) > 1
+    mean = lambda each: sum(each.logprobs) / len(each.logprobs)
+    means = sorted(map(mean, several.outputs), reverse=True)
+    assert list(map(mean, kept.outputs)) == pytest.approx(means[:2], abs=1e-5)
+
+
+def test_prompt_logprobs_are_those_of_score(folder):
+    params = SamplingParams(max_tokens=2, prompt_logprobs=2, top_logprobs=3)
+    with LLM(str(folder), Policy(4), **OPTIONS) as llm:
+        outputs = llm.generate(TEXTS, params)
+        scores = llm.score([output.prompt_token_ids for output in outputs])
+    for output, score in zip(outputs, scores):
+        if len(output.prompt_token_ids) > 1:
+            own = [each[token] for token, each in zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:])]
+            assert own == pytest.approx(score.token_logprobs, abs=1e-4)
+        assert output.prompt_logprobs[0] is None and len(output.prompt_logprobs) == len(output.prompt_token_ids)
+        for token, logprob, top in zip(*(getattr(output.outputs[0], x) for x in FIELDS)):
+            assert len(top) == 3 and top[token] == logprob  # greedy
+
+
+FIELDS = ("token_ids", "logprobs", "top_logprobs")
+
+
+@pytest.mark.parametrize(
+    "given, say",
+    [
+        (dict(), "needs exactly one of"),
+        (dict(json={}, regex="a"), "needs exactly one of"),
+        (dict(json="{"), "the JSON schema cannot be read"),
+        (dict(json=[1]), "a JSON schema is an object"),
+        (dict(json={"type": "string", "minLength": 5, "maxLength": 2}), "Unsatisfiable schema"),
+        (dict(json={"type": "array", "uniqueItems": True}), "uniqueItems"),
+        (dict(json={"type": "colour"}), "Invalid type: colour"),
+        (dict(regex="(a|b"), "unclosed group"),
+        (dict(regex="a(?=b)"), "look-around"),
+        (dict(grammar="root ::= (a"), "grammar"),
+        (dict(choice=[]), "1 to 10000 texts"),
+        (dict(choice=["a"] * 10_001), "1 to 10000 texts"),
+        (dict(choice=["a", ""]), "not empty"),
+    ],
+)
+def test_what_cannot_be_used_is_named(given, say):
+    with pytest.raises(UserError, match=re.escape(say)):
+        Structured(**given).check()
