@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -74,8 +75,18 @@ class Sequence:
     @property
     def will_end(self) -> bool:
         """Whether it is known to end with its next token."""
-        done = self.length - self.prompt_end + 2 if self.tokens else 1
+        done = self.length - self.prompt_end + 2 + self.pending if self.tokens else 1
         return done >= self.params.max_tokens
+
+    @property
+    def pending(self) -> int:
+        """How many of `tokens` were forced, and are not scored yet."""
+        return len(self.tokens) - len(self.logprobs)
+
+    @property
+    def inputs(self) -> list[int]:
+        """Tokens that have not been inputs yet; the logits after each but the last score the next one."""
+        return self.tokens[len(self.logprobs) - 1 :]
 
     def append(self, token: int, logprob: float) -> bool:
         """Append a token, unless the sequence has ended; returns whether it did. A `logprob` that is not finite ends
@@ -94,6 +105,15 @@ class Sequence:
         self.finish_reason = "error"
 
 
+class Round(NamedTuple):
+    """A token of some rows of a piece."""
+
+    rows: list[int]  # of the piece
+    tokens: list[int]  # of the piece
+    places: list[int]  # of the rows in the KV block
+    lengths: Rows
+
+
 @dataclass(eq=False)
 class Piece:
     """Rows that attend together.
@@ -104,6 +124,7 @@ class Piece:
         places: of the rows in the KV block; a node has none.
         path: the last node of the prefix that all rows share; None if they share none.
         frees: nodes that neither a later piece of the pass nor a waiting row needs.
+        counts: tokens of each row: its newest one, or several that structured output has forced. Default: 1 each.
     """
 
     batch: int
@@ -111,16 +132,33 @@ class Piece:
     places: list[int]
     path: Node | None = None
     frees: list[Node] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
 
     is_prompt = False
 
-    @property
+    def __post_init__(self):
+        self.counts = self.counts or [1] * len(self.rows)
+
+    @cached_property
     def size(self) -> int:
         """Tokens."""
-        return len(self.rows)
+        return sum(self.counts)
 
     def ids(self) -> list[int]:
-        return [s.tokens[-1] for s in self.rows]
+        return [token for s, count in zip(self.rows, self.counts) for token in s.inputs[:count]]
+
+    @cached_property
+    def rounds(self) -> list[Round]:
+        """The tokens of all rows that attend together: in each round one of each row that has one left."""
+        begins = [0, *accumulate(self.counts)]
+        found = []
+        for n in range(max(self.counts)):
+            rows = [row for row, count in enumerate(self.counts) if count > n]
+            length = torch.tensor([self.rows[row].length + n for row in rows])
+            ends = torch.tensor([self.rows[row].prompt_end for row in rows])
+            places = [self.places[row] for row in rows]
+            found.append(Round(rows, [begins[row] + n for row in rows], places, Rows.steps(length, ends)))
+        return found
 
     @cached_property
     def prompt_ends(self) -> torch.Tensor:
@@ -128,25 +166,23 @@ class Piece:
         return torch.tensor([s.prompt_end for s in self.rows])
 
     @cached_property
-    def lengths(self) -> Rows:
-        return Rows.steps(torch.tensor([s.length for s in self.rows]), self.prompt_ends)
-
-    @cached_property
     def positions(self) -> Positions:
-        return Positions(self.lengths.length, self.lengths.length + 1)
+        at = torch.tensor([s.length + n for s, count in zip(self.rows, self.counts) for n in range(count)])
+        return Positions(at, at + 1)
 
     def logits(self) -> list[tuple]:
         """(row, index among the piece's tokens) of all logits that are wanted."""
-        return [(s, n) for n, s in enumerate(self.rows)]
+        rows = [s for s, count in zip(self.rows, self.counts) for _ in range(count)]
+        return [(s, n) for n, s in enumerate(rows)]
 
     def texts_after(self) -> list[tuple[int, int]]:
         """(tokens, tokens up to the end of the prompt) of each text after this piece."""
-        return [(s.length + 1, s.prompt_end) for s in self.rows]
+        return [(s.length + count, s.prompt_end) for s, count in zip(self.rows, self.counts)]
 
     def advance(self) -> None:
         """Count the tokens of this piece as cached."""
-        for s in self.rows:
-            s.length += 1
+        for s, count in zip(self.rows, self.counts):
+            s.length += count
 
 
 class PromptPiece(Piece):

@@ -220,4 +220,13 @@ def workload_of(rows: list[Sequence]) -> Workload | None:
     gen_lens = [s.params.max_tokens for s in rows]
     logits = max(len(s.prompt) - s.wanted for s in rows)
     output_tokens = sum(gen_lens)
-    return Workload(tuple(prompt_lens), max(gen_lens), 0, None, path, shared, output_tokens, logits=logits)
+    is_structured = any(s.params.structured is not None for s in rows)
+    return Workload(
+        tuple(prompt_lens),
+        max(gen_lens),
+        path=path,
+        shared=shared,
+        output_tokens=output_tokens,
+        logits=logits,
+        is_structured=is_structured,
+    )

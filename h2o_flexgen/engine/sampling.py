@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+import math
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -62,10 +63,11 @@ class Sampler:
         for at in range(0, len(logits), SAMPLE_ROWS):
             rows = logits[at : at + SAMPLE_ROWS]
             few = sequences[at : at + SAMPLE_ROWS]
-            of_answers = [n for n, s in enumerate(few) if not _took_prompt(s, rows[n])]
-            if of_answers:
-                is_all = len(of_answers) == len(few)
-                self._take([few[n] for n in of_answers], rows if is_all else rows[of_answers])
+            known = _known_tokens(few)
+            _score(few, rows, known)
+            chosen = [n for n, s in enumerate(few) if n not in known and not self._is_complete(s)]
+            if chosen:
+                self._take([few[n] for n in chosen], rows if len(chosen) == len(few) else rows[chosen])
 
     def _take(self, sequences: list[Sequence], logits: Tensor) -> None:
         draws = [Draw(s.key, len(s.tokens), s.answer) for s in sequences]
@@ -97,33 +99,63 @@ class Sampler:
         token = s.tokens[-1]
         is_end = token in s.params.stop_token_ids or (token in self.eos_ids and not s.params.ignore_eos)
         is_long = len(s.tokens) >= s.params.min_tokens
-        is_complete = s.params.structured is not None and self.masks.advance(s) and not is_end
+        if s.params.structured is not None:
+            self.masks.advance(s)
         if s.params.stop and is_long:
             s.text = self.stop_strings.text_before(s.tokens, s.params.stop)
         if is_end and s.text is not None:
             # a stop string may begin inside the text of the last token, which is left out
             s.text = min(s.text, decode(self.stop_strings.tokenizer, s.tokens[:-1]), key=len)
-        if is_complete and s.text is None:  # without the token that ends it
-            s.text = decode(self.stop_strings.tokenizer, s.tokens)
         if s.finish_reason is None and (is_end or s.text is not None):
             s.finish_reason = "stop"
-        elif s.finish_reason is None and len(s.tokens) == s.params.max_tokens:
+        elif not self._is_complete(s) and s.finish_reason is None and len(s.tokens) == s.params.max_tokens:
             s.finish_reason = "length"
         if s.finish_reason is not None:
             self.masks.forget(s)
 
+    def _is_complete(self, s: Sequence) -> bool:
+        """End a structured output that cannot go on, without the token that ends a text, once all of it is scored."""
+        if s.finish_reason is not None or s.pending or not self.masks.is_complete(s):
+            return False
+        s.text = decode(self.stop_strings.tokenizer, s.tokens)
+        s.finish_reason = "stop"
+        self.masks.forget(s)
+        return True
 
-def _took_prompt(s: Sequence, logits: Tensor) -> bool:
-    """Whether logits (V,) are those of a token of the prompt before its last one, which are wanted for its
-    `prompt_logprobs`."""
-    place = s.wanted + len(s.prompt_logprobs)
-    if s.tokens or place >= len(s.prompt) - 1:
-        return False
-    own = s.prompt[place + 1]
-    count = s.params.prompt_logprobs
-    found = alternatives(logits[None], torch.tensor([own]), [max(1, count)])[0]
-    s.prompt_logprobs.append({own: found.logprob} | (found.most_likely if count else {}))
-    return True
+
+def _known_tokens(sequences: list[Sequence]) -> dict[int, int]:
+    """By row of logits, the next token where that is known: one of the prompt, or one that was forced."""
+    known = {}
+    seen: Counter[Sequence] = Counter()
+    for row, s in enumerate(sequences):
+        place = s.wanted + len(s.prompt_logprobs) + seen[s] + 1
+        if not s.tokens and place < len(s.prompt):
+            known[row] = s.prompt[place]
+        elif seen[s] < s.pending:
+            known[row] = s.tokens[len(s.logprobs) + seen[s]]
+        seen[s] += 1
+    return known
+
+
+def _score(sequences: list[Sequence], logits: Tensor, known: dict[int, int]) -> None:
+    """Note the log-probabilities of known tokens, by row of logits (B, V)."""
+    if not known:
+        return
+    rows = list(known)
+    wanted = [s.params.top_logprobs if s.tokens else s.params.prompt_logprobs for s in map(sequences.__getitem__, rows)]
+    tokens = torch.tensor(list(known.values()))
+    found = alternatives(logits[rows], tokens, [max(1, count) for count in wanted])
+    for n, (row, token) in enumerate(known.items()):
+        s = sequences[row]
+        others = found[n].most_likely if wanted[n] else {}
+        if not s.tokens:
+            s.prompt_logprobs.append({token: found[n].logprob} | others)
+            continue
+        s.logprobs.append(found[n].logprob)
+        if wanted[n]:
+            s.top_logprobs.append(others)
+        if not math.isfinite(found[n].logprob):
+            s.finish_reason = "error"
 
 
 class Alternatives(NamedTuple):

@@ -20,6 +20,7 @@ from itertools import chain, islice
 
 from h2o_flexgen.engine.batch import Chunk, ChunkLimits, Piece, PromptPiece, Sequence, cut
 from h2o_flexgen.engine.prefixes import Node, nodes_of, order
+from h2o_flexgen.planning.workload import FORCED
 
 
 @dataclass
@@ -29,7 +30,7 @@ class BatchPass:
     Attributes:
         rows: by place.
         moves: (from, to) of rows that have moved up.
-        places: that have received a row, moved or new.
+        places: of which more than a token changes: that have received a row, moved or new, or have forced tokens.
         opens: (longest prompt, longest output) to lay the batch out for, if it was empty.
     """
 
@@ -188,9 +189,22 @@ class Scheduler:
                         pieces.append(PromptPiece(k, [node], [], node.parent))
                 pieces.append(piece)
             if old:
-                pieces.append(Piece(k, batch.rows[:old], list(range(old))))
+                pieces.append(self._steps(k, batch, old))
         self._note_last_uses(pieces)
         return pieces
+
+    def _steps(self, k: int, batch: BatchPass, count: int) -> Piece:
+        """The decode steps of the first rows of a batch; with forced tokens, as many as there is room for."""
+        rows = batch.rows[:count]
+        left = (FORCED - 1) * self.sizes[k]
+        counts = []
+        for place, s in enumerate(rows):
+            extra = min(s.pending, left)
+            left -= extra
+            counts.append(1 + extra)
+            if extra and place not in batch.places:  # more than a token of it changes
+                batch.places.append(place)
+        return Piece(k, rows, list(range(count)), counts=counts)
 
     def _note_last_uses(self, pieces: list[Piece]) -> None:
         """Set `frees` of the pieces that are the last to use a node that no row waits for."""

@@ -260,14 +260,23 @@ class Walk:
         return piece.flat(context)
 
     def _decode(self, j: int, piece: Piece, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
-        """q, k, v (B, heads, D) of each row's newest token."""
+        """q, k, v (N, heads, D) of the rows' newest tokens."""
         cache = self._open[piece.batch]
         # with attention on the CPU the cache stays in RAM, and the query goes to it
         device = cache.k[0].device
-        q, k, v = (x[:, :, None].to(device) for x in (q, k, v))
+        qkv = [x[:, :, None].to(device) for x in (q, k, v)]
         sinks = None if sinks is None else sinks.to(device)
-        with cache.rows(piece.places) as rows:
-            context, slots = self.stores.rules[j].decode(rows, q, k, v, piece.lengths, sinks)
+        decode = self.stores.rules[j].decode
+        first, *others = piece.rounds
+        with cache.rows(first.places) as rows:
+            inputs = [x[first.tokens] for x in qkv] if others else qkv
+            context, slots = decode(rows, *inputs, first.lengths, sinks)
+        if others:
+            context = torch.empty_like(qkv[0]).index_copy_(0, torch.tensor(first.tokens, device=device), context)
+        for each in others:  # a token that was forced goes the same way as one that was chosen
+            with cache.rows(each.places) as rows:
+                found, _ = decode(rows, *(x[each.tokens] for x in qkv), each.lengths, sinks)
+            context[each.tokens] = found
         self._slots[piece.batch] = slots
         return context[:, :, 0].to(self.device.torch_device)
 

@@ -145,6 +145,7 @@ class Masks:
         self.eos_ids = eos_ids
         self._matchers: dict[Sequence, object] = {}
         self._bits: dict[Sequence, np.ndarray] = {}  # (words,) int32, of the rows of the pass
+        self._forced: dict[Sequence, list[int]] = {}  # of these, the tokens after the next one, if only they fit
         self._work: Future | None = None
 
     def expect(self, rows: list[Sequence]) -> None:
@@ -154,12 +155,18 @@ class Masks:
 
     def _compute(self, rows: list[Sequence]) -> None:
         self._bits = {}
+        self._forced = {}
         words = -(-self.vocab // WORD)
         for s in rows:
             bits = self._bits[s] = np.zeros(words, np.int32)
             matcher = self._matcher(s)
-            if not matcher.is_error():  # which `advance` reports
+            if matcher.is_error():  # which `advance` reports
+                continue
+            only, *self._forced[s] = matcher.compute_ff_tokens() or [None]
+            if only is None:
                 matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+            else:
+                bits.view(np.uint32)[only // WORD] = 1 << only % WORD
 
     def _matcher(self, s: Sequence):
         if s not in self._matchers:
@@ -186,14 +193,25 @@ class Masks:
         allowed = np.unpackbits(bits, axis=1, bitorder="little")[:, : logits.shape[1]]
         logits.masked_fill_(torch.from_numpy(allowed == 0).to(logits.device), -torch.inf)
 
-    def advance(self, s: Sequence) -> bool:
-        """Take the newest token of a row into account; returns whether the text is complete and cannot go on. A row
-        that has become too complex ends with an error."""
+    def advance(self, s: Sequence) -> None:
+        """Take the newest token of a row into account, and append those that must follow it. A row that has become too
+        complex ends with an error."""
         matcher = self._matchers[s]
         matcher.consume_token(s.tokens[-1])
+        forced = [] if s.params.stop else self._forced.get(s, [])[: max(0, s.params.max_tokens - len(s.tokens) - 1)]
+        ends = self.eos_ids.union(s.params.stop_token_ids)
+        forced = forced[: next((n for n, token in enumerate(forced) if token in ends), None)]
+        if forced and matcher.consume_tokens(forced):
+            s.tokens += forced
         if matcher.is_error():
             s.fail(f"structured output: {_one_line(matcher.get_error())}")
-        return matcher.is_stopped()
+
+    def is_complete(self, s: Sequence) -> bool:
+        """Whether the text of a row with structured output cannot go on."""
+        if s.params.structured is None:
+            return False
+        self._work.result()
+        return self._matchers[s].is_stopped()
 
     def forget(self, s: Sequence) -> None:
         """Free what a row that has ended needed."""

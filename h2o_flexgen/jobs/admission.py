@@ -35,7 +35,7 @@ class Admission:
     Attributes:
         count: how many rows can be run.
         lens: how many of their answers have each number of prompt tokens.
-        logits: the most tokens of a prompt whose logits are wanted.
+        logits, is_structured: as of a `Workload`.
         gen_len: tokens of the longest output.
         output_tokens: the most of all outputs together.
         error: why the first of the other rows cannot be run.
@@ -50,6 +50,7 @@ class Admission:
         self.lens = Counter()
         self.gen_len = 1
         self.logits = 1
+        self.is_structured = False
         self.output_tokens = 0
         self.error = ""
         self._admitted = temporary_file()  # pickles of (row, token ids, parameters)
@@ -71,6 +72,7 @@ class Admission:
         self.lens[len(ids)] += own.answers
         self.gen_len = max(self.gen_len, own.max_tokens)
         self.output_tokens += own.max_tokens * own.answers
+        self.is_structured |= own.structured is not None
         if own.prompt_logprobs is not None:
             self.logits = max(self.logits, len(ids))
         row.prompt = ""
@@ -90,6 +92,7 @@ class Admission:
             path=self.longest - 1,
             output_tokens=self.output_tokens,
             logits=self.logits,
+            is_structured=self.is_structured,
         )
 
     def admitted(self) -> Iterator[tuple[Row, list[int], SamplingParams]]:

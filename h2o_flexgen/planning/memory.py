@@ -246,10 +246,10 @@ def _plan_activations(
 
 def decode_rows(batches: list[int], workload: Workload) -> int:
     """Tokens of a pass whose hidden states stay on the device: one for each place, and prompts of rows that join the
-    matmuls of a decode step, of up to GROUP_ROWS rows."""
+    matmuls of a decode step, of up to GROUP_ROWS rows. Structured output may have more for each place."""
     places = sum(batches)
     joining = min(len(batches) * GROUP_ROWS, places * workload.longest) if len(workload.prompt_lens) > places else 0
-    return places + joining
+    return places * workload.row_tokens + joining
 
 
 def path_bytes(shapes: Shapes) -> int:

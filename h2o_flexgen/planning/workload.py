@@ -28,6 +28,10 @@ ALL_EXPERTS = 0.9
 GROUP_ROWS = 128
 
 
+#: with structured output, the most tokens of a pass of decode steps are this many times the places
+FORCED = 4
+
+
 @dataclass(frozen=True)
 class Workload:
     """What a job asks for.
@@ -42,6 +46,7 @@ class Workload:
         output_tokens: the most tokens of all outputs together, if known.
         window: rows that are in memory at once; None: all of them, and their outputs to the end.
         logits: the most tokens of a prompt whose logits are wanted.
+        is_structured: some outputs are structured: decode steps may have several tokens of a row.
     """
 
     prompt_lens: Sequence[int]
@@ -53,6 +58,12 @@ class Workload:
     output_tokens: int | None = None
     window: int | None = None
     logits: int = 1
+    is_structured: bool = False
+
+    @property
+    def row_tokens(self) -> int:
+        """The most tokens of a pass of decode steps, as a multiple of its rows."""
+        return FORCED if self.is_structured else 1
 
     @property
     def longest(self) -> int:

@@ -30,9 +30,13 @@ _SUMS = 12
 def workspace_bytes(policy: Policy, shapes: Shapes, longest: int, batches: list[int], cached_len: int = 0) -> int:
     """The most that a layer or the head takes. `batches`: sequences of each batch, the largest first; `longest`: tokens
     of the longest prompt; `cached_len`: tokens that the caches already hold."""
-    rows = max(matmul_rows(batches, group_rows(shapes.spec)))
+    rows = max(matmul_rows(batches, group_rows(shapes.spec))) * shapes.workload.row_tokens
     prefill = prefill_workspace(shapes, micro_tokens(policy.prefill_tokens, longest, batches[0]), longest, cached_len)
-    return max(prefill, _decode_workspace(shapes, batches[0], rows), _head_workspace(shapes, sum(batches)))
+    return max(
+        prefill,
+        _decode_workspace(shapes, batches[0], rows),
+        _head_workspace(shapes, sum(batches) * shapes.workload.row_tokens),
+    )
 
 
 def prefill_workspace(shapes: Shapes, tokens: int, longest: int, cached_len: int = 0) -> int:

@@ -38,7 +38,8 @@ class Words:
 
 
 def sequence(prompt, tokens, index=0, **params) -> Sequence:
-    return Sequence(index, prompt or [0], SamplingParams(max_tokens=20, **params), tokens=list(tokens))
+    scored = [0.0] * len(tokens)
+    return Sequence(index, prompt or [0], SamplingParams(max_tokens=20, **params), tokens=list(tokens), logprobs=scored)
 
 
 def expected(logits: torch.Tensor, s: Sequence, bad_words=()) -> torch.Tensor:
@@ -130,7 +131,7 @@ def test_a_sampler_applies_all_of_it_to_its_rows_alone():
     Sampler(EOS).take(rows, logits)
     assert [s.tokens[-1] for s in rows] == [4, 0, 7]
     plain = logits[0].log_softmax(-1)
-    assert rows[1].logprobs == [float(plain[0])]  # under the model, not after the penalty
+    assert rows[1].logprobs[1:] == [float(plain[0])]  # under the model, not after the penalty
     assert list(rows[1].top_logprobs[0])[0] == 4
     assert not rows[0].top_logprobs
 

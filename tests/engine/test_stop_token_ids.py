@@ -9,6 +9,7 @@ import pytest
 from command_tools import FP32, read_rows, write_rows
 
 from h2o_flexgen import LLM, Policy, SamplingParams, UserError
+from h2o_flexgen.engine.sampling import Choice
 
 pytest_plugins = ["command_tools"]
 
@@ -82,10 +83,10 @@ def test_the_end_of_an_answer_is_not_written_twice(llm, monkeypatch):
     assert lengths[end,] == lengths[()] - 1
 
 
-def always(token: int, rows: int):
+def always(token: int, rows: int) -> Choice:
     import torch
 
-    return torch.full((rows,), token), torch.zeros(rows)
+    return Choice(torch.full((rows,), token), torch.zeros(rows))
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,8 @@ import jsonschema
 import pytest
 
 from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams, Structured, UserError
+from h2o_flexgen.engine.observer import Observer
+from h2o_flexgen.engine.structured import Masks
 
 pytest_plugins = ["command_tools"]
 OPTIONS = dict(device="cpu", dtype="float32", progress=False)
@@ -77,6 +79,39 @@ def test_a_text_that_cannot_go_on_ends_without_another_step(folder):
         (output,) = llm.generate("Say ab.", params)
     assert output.outputs[0].text == "ab" and output.outputs[0].finish_reason == "stop"
     assert llm.tokenizer.decode(output.outputs[0].token_ids) == "ab"  # no end-of-text token behind it
+
+
+class Passes(Observer):
+    """Counts passes, and the rows of each."""
+
+    def __init__(self):
+        self.rows = []
+
+    def on_pass(self, rows):
+        self.rows.append(len(rows))
+
+
+@pytest.mark.parametrize("budget", [None, KVBudget.from_size(6, 6)], ids=["full", "h2o"])
+@pytest.mark.parametrize("percent", [(100, 0, 100, 0, 100, 0), (0, 0, 0, 0, 0, 0)], ids=["ram", "disk"])
+def test_tokens_that_must_follow_share_a_pass(folder, budget, percent):
+    """With the tokens and log-probabilities of one step each, beside rows that take one step each."""
+    shape = Structured(regex="<[ab]: and nothing else than [cd]>")
+    params = [SamplingParams(max_tokens=60, structured=shape, top_logprobs=1)] * 3 + [SamplingParams(max_tokens=40)]
+    found = []
+    for joint in (True, False):
+        passes = Passes()
+        with LLM(str(folder), Policy(4, percent=percent), budget, observer=passes, **OPTIONS) as llm:
+            with pytest.MonkeyPatch.context() as patch:
+                if not joint:
+                    patch.setattr(Masks, "advance", lambda self, s: self._matchers[s].consume_token(s.tokens[-1]))
+                found.append([each.outputs[0] for each in llm.generate(["a", "Say it.", "b c d", "e"], params)])
+        count = max(len(each.token_ids) for each in found[-1][:3])
+        assert (sum(rows > 1 for rows in passes.rows) < count / 2) == joint
+    for together, alone in zip(*found):
+        assert (together.text, together.token_ids) == (alone.text, alone.token_ids)
+        assert together.logprobs == pytest.approx(alone.logprobs, abs=1e-4)
+        assert re.fullmatch(shape.regex, together.text) or len(together.token_ids) == 40
+        assert together.top_logprobs is None or len(together.top_logprobs) == len(together.token_ids)
 
 
 def test_the_length_that_cuts_json_short_is_told(folder):
