@@ -63,6 +63,7 @@ class ModelSpec:
     experts: int = 0  # of a layer with a mixture of experts
     active: int = 0  # experts that a token goes through
     expert_inner: int = 0  # width of an expert
+    shared_inner: int = 0  # width of the expert that all tokens go through
     kinds: tuple[ModelSpec, ...] = ()  # of layers, if they differ: in window, RoPE, heads
     pattern: tuple[int, ...] = ()  # which of `kinds` each layer is
 
@@ -121,7 +122,7 @@ def of_layers(layers: Sequence[ModelSpec]) -> ModelSpec:
 
 @dataclass(frozen=True)
 class Unit:
-    """Tensors that are staged and used together: a layer, or a group of its experts."""
+    """Tensors that are staged and used together: a layer, a group of its experts, or what is before or after these."""
 
     streamed: Tensors = field(default_factory=dict)  # needed whole
     gathered: Tensors = field(default_factory=dict)  # needed row by row
@@ -145,20 +146,23 @@ class Layer:
         streamed, gathered: as of a `Unit`; without those of experts.
         expert: the tensors of one expert, with {} in their names for its number.
         experts: how many there are.
+        after: tensors that are needed after the experts.
     """
 
     streamed: Tensors = field(default_factory=dict)
     gathered: Tensors = field(default_factory=dict)
     expert: Tensors = field(default_factory=dict)
     experts: int = 0
+    after: Tensors = field(default_factory=dict)
 
     @cached_property
     def units(self) -> list[Unit]:
-        """The layer without its experts, then its experts in groups of up to GROUP_ELEMENTS elements."""
+        """The layer up to its experts, these in groups of up to GROUP_ELEMENTS elements, and what comes after them."""
         each = sum(prod(shape) for _, shape in self.expert.values())
         size = max(1, GROUP_ELEMENTS // max(1, each))
         groups = [range(begin, min(begin + size, self.experts)) for begin in range(0, self.experts, size)]
-        return [Unit(self.streamed, self.gathered), *(Unit(self._stacked(group), {}, group) for group in groups)]
+        stacked = [Unit(self._stacked(group), {}, group) for group in groups]
+        return [Unit(self.streamed, self.gathered), *stacked, *([Unit(self.after)] if self.after else [])]
 
     def _stacked(self, group: range) -> Tensors:
         """The tensors of some experts, below each other."""
@@ -174,7 +178,8 @@ class Layer:
     @property
     def compressible(self) -> dict[str, tuple[int, ...]]:
         """`shapes` of the tensors that may be kept in fewer bits: all but a router's, which decide too much."""
-        routers = {name for short, (name, _) in self.streamed.items() if short.startswith(ROUTER)}
+        whole = (self.streamed | self.after).items()
+        routers = {name for short, (name, _) in whole if short.startswith(ROUTER)}
         return {name: shape for name, shape in self.shapes.items() if name not in routers}
 
     @cached_property
