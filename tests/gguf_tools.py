@@ -85,11 +85,14 @@ def write_gguf(
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(rope["factor"])
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
-    if hasattr(config, "num_local_experts"):
-        writer.add_expert_count(config.num_local_experts)
+    experts = getattr(config, "num_local_experts", getattr(config, "num_experts", None))
+    if experts:
+        writer.add_expert_count(experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
         if hasattr(config, "moe_intermediate_size"):
             writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        if hasattr(config, "shared_expert_intermediate_size"):
+            writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
     for key, value in metadata.items():
         writer.kv_data[0].pop(key.replace("__", "."), None)
         writer.add_key_value(key.replace("__", "."), value, gguf.GGUFValueType.get_type(value))
@@ -99,7 +102,8 @@ def write_gguf(
     for name, tensor in stacked(apart(load_file(tiny.folder / "model.safetensors"))).items():
         name = f"{name}.weight" if name.endswith(".sinks") else name
         module, _, part = name.rpartition(".")
-        data = as_llama_cpps(module, tensor, config, arch).float().numpy()
+        data = as_llama_cpps(module, tensor, config, arch).float().numpy().squeeze()
+        data = data if data.ndim else data[None]
         stored = Type.F32
         if data.ndim > 1 and part == "weight":
             stored = next((other for ending, other in (others or {}).items() if module.endswith(ending)), kind)

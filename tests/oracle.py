@@ -680,6 +680,15 @@ class ExpertsOracle(LlamaOracle):
         return found
 
 
+class SharedExpertOracle(ExpertsOracle):
+    """Qwen2's mixtures of experts."""
+
+    def _token_mlp(self, at, x):
+        shared = self.act(self.linear(f"{at}.shared_expert.gate_proj", x))
+        shared = self.linear(f"{at}.shared_expert.down_proj", shared * self.linear(f"{at}.shared_expert.up_proj", x))
+        return super()._token_mlp(at, x) + shared / (1 + torch.exp(-self.linear(f"{at}.shared_expert_gate", x)))
+
+
 class GptOssOracle(ExpertsOracle):
     """gpt-oss."""
 
@@ -788,6 +797,7 @@ ORACLES = {
     "gemma2": GemmaOracle,
     "gemma3_text": Gemma3Oracle,
     "phi3": Phi3Oracle,
+    "qwen2_moe": SharedExpertOracle,
     "qwen3_moe": ExpertsOracle,
     "mixtral": ExpertsOracle,
     "gpt_oss": GptOssOracle,

@@ -26,6 +26,8 @@ SIZES = {
     "gpt_neox": WIDE | dict(intermediate_size=96),
     "qwen3": WIDE | dict(intermediate_size=96, head_dim=16),
     "qwen3_moe": WIDE | dict(intermediate_size=96, moe_intermediate_size=32, head_dim=16),
+    "qwen2_moe": WIDE
+    | dict(intermediate_size=96, moe_intermediate_size=32, shared_expert_intermediate_size=64, head_dim=16),
     "mistral": WIDE | dict(intermediate_size=96, head_dim=16),
 }
 PLACES = {

@@ -21,6 +21,7 @@ from h2o_flexgen.kernels.attention import causal_attention
 from h2o_flexgen.kernels.experts import Routing
 from h2o_flexgen.kernels.linear import linear
 from h2o_flexgen.models import spec as spec_module
+from h2o_flexgen.models.gguf import GGUFFile
 from h2o_flexgen.models.registry import family, read_spec
 
 LENGTHS = [5, 17, 9, 2]
@@ -31,6 +32,7 @@ SIZES = dict(hidden_size=64, intermediate_size=96, num_attention_heads=4, num_ke
 #: (name, changes to its config, architecture of its GGUF files)
 MODELS = {
     "qwen3_moe": (SIZES | {"moe_intermediate_size": 32}, "qwen3moe"),
+    "qwen2_moe": (SIZES | {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64}, "qwen2moe"),
     "mixtral": (SIZES, "llama"),
     "gpt_oss": (SIZES, "gpt-oss"),
 }
@@ -53,17 +55,19 @@ def groups(request, monkeypatch):
     ],
     ids=["ram", "half", "disk", "disk, few tokens"],
 )
-def test_tokens_do_not_depend_on_where_experts_are(tiny, run, groups, policy, budget):
-    model = tiny("qwen3_moe")
-    assert len(family("qwen3_moe").tensors(read_spec(model.folder))[1].units) > 2
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen2_moe"])
+def test_tokens_do_not_depend_on_where_experts_are(tiny, run, groups, name, policy, budget):
+    model = tiny(name)
+    assert len(family(name).tensors(read_spec(model.folder))[1].units) > 2
     prompts = model.clear_cut_prompts(LENGTHS, 8, [(None, None), BUDGET])
     outputs = run(model, prompts, 8, budget, **policy)
     assert [o.token_ids for o in outputs] == [t.tokens for t in model.references(prompts, 8, *(budget or ()))]
 
 
-def test_rows_that_enter_beside_others(tiny, run):
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen2_moe"])
+def test_rows_that_enter_beside_others(tiny, run, name):
     """Prompts and decode steps of a pass share the experts' matmuls."""
-    model = tiny("qwen3_moe")
+    model = tiny(name)
     prompts = model.clear_cut_prompts([5, 17, 9, 2, 7, 12], 8, [(None, None)])
     lengths = [8, 2, 5, 8, 1, 6]
     params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in lengths]
@@ -80,13 +84,14 @@ def read_bytes(model, prompts, monkeypatch, share):
         return llm.report["decode"]["bytes_moved"]["disk_to_cpu"]
 
 
-def test_layers_that_are_read_when_they_are_needed(tiny):
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen2_moe"])
+def test_layers_that_are_read_when_they_are_needed(tiny, name):
     """As calibrations do with models larger than RAM: a layer several times in a row."""
     found = []
     for streams in (False, True):
-        with LLM(str(tiny("qwen3_moe").folder), **OPTIONS) as llm:
+        with LLM(str(tiny(name).folder), **OPTIONS) as llm:
             model = LayerModel(llm.model, progress=False, streams=streams)
-            ids = torch.tensor(tiny("qwen3_moe").prompts([7, 7]))
+            ids = torch.tensor(tiny(name).prompts([7, 7]))
             positions = torch.arange(7).expand(2, 7)
             with torch.inference_mode():
                 hidden = model.embed(ids, positions)
@@ -113,6 +118,8 @@ def test_experts_without_a_token_are_not_read(tmp_path, monkeypatch):
         ("qwen3_moe", Type.Q8_0),
         ("qwen3_moe", Type.Q4_0),
         ("qwen3_moe", Type.F16),
+        ("qwen2_moe", Type.Q8_0),
+        ("qwen2_moe", Type.F16),
         ("mixtral", Type.Q8_0),
         ("gpt_oss", Type.MXFP4),
     ],
@@ -142,16 +149,17 @@ def test_a_gguf_file(tmp_path, name, kind):
 
 @pytest.mark.parametrize("compress", ["int8", "int4"])
 @pytest.mark.parametrize("compute", ["exact", "int8"])
-def test_fewer_bits(tmp_path, compress, compute):
+@pytest.mark.parametrize("name, gate", [("qwen3_moe", "gate"), ("qwen2_moe", "shared_expert_gate")])
+def test_fewer_bits(tmp_path, name, gate, compress, compute):
     """Routers stay as they are; experts on disk give the tokens of experts in RAM."""
-    model = zoo.build("qwen3_moe", tmp_path / "model", **MODELS["qwen3_moe"][0])
+    model = zoo.build(name, tmp_path / "model", **MODELS[name][0])
     prompts = model.prompts(LENGTHS)
     found = []
     for policy in (Policy(4), Policy(2, 2, **ON_DISK)):
         with LLM(str(model.folder), policy, compress_weight=compress, compute=compute, **OPTIONS) as llm:
             rows = llm.generate(prompts, SamplingParams(max_tokens=6, ignore_eos=True))
             found.append([row.outputs[0].token_ids for row in rows])
-            assert llm.model.formats["model.layers.0.mlp.gate.weight"].is_dense
+            assert llm.model.formats[f"model.layers.0.mlp.{gate}.weight"].is_dense
     assert found[0] == found[1]
 
 
@@ -224,11 +232,38 @@ def test_a_config_that_contradicts_the_experts(folder, changes, message):
     assert message in refusal(folder)
 
 
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(shared_expert_intermediate_size=0), "shared_expert_intermediate_size must be a whole number from 1"),
+        (dict(shared_expert_intermediate_size=21), "shared_expert.gate_proj.weight' in shape [20, 24]"),
+        (dict(qkv_bias="yes"), "qkv_bias must be true or false"),
+        (dict(use_sliding_window=True, sliding_window=0), "sliding_window must be a whole number from 1"),
+        (dict(decoder_sparse_step=0), "decoder_sparse_step must be a whole number from 1"),
+    ],
+)
+def test_a_config_that_contradicts_the_shared_expert(tiny, tmp_path, changes, message):
+    folder = shutil.copytree(tiny("qwen2_moe").folder, tmp_path / "broken")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    assert message in refusal(folder)
+
+
 def test_metadata_of_a_gguf_file_that_contradict_its_experts(tiny, tmp_path):
     model = tiny("qwen3_moe")
     path = write_gguf(tmp_path / "model.gguf", model, arch="qwen3moe", qwen3moe__expert_count=4)
     says = refusal(path)
     assert "ffn_gate_inp.weight' has the shape [5, 24], its metadata ask for [4, 24]" in says
+
+
+def test_old_files_lack_widths_of_experts(tiny, tmp_path):
+    """llama.cpp's defaults stand for them."""
+    path = write_gguf(tmp_path / "model.gguf", tiny("qwen2_moe"), arch="qwen2moe")
+    for key in (b"qwen2moe.expert_feed_forward_length", b"qwen2moe.expert_shared_feed_forward_length"):
+        path.write_bytes(path.read_bytes().replace(key, b"x" * len(key)))
+    found = GGUFFile(path).config
+    assert (found["moe_intermediate_size"], found["shared_expert_intermediate_size"]) == (20, 40)
+    assert found["norm_topk_prob"] is False
 
 
 def test_a_row_whose_router_gives_nan_ends_alone(tmp_path):

@@ -65,6 +65,7 @@ BASE = {
         eos_token_id=2,
     ),
 }
+BASE["qwen2_moe"] = {**BASE["qwen3_moe"], "shared_expert_intermediate_size": 20}
 BASE["gemma2"] = {**LLAMA, "head_dim": 8, "sliding_window": 12, "query_pre_attn_scalar": 11}
 BASE["gemma3_text"] = {**BASE["gemma2"], "num_hidden_layers": 3, "sliding_window_pattern": 3, "sliding_window": 7}
 BASE["gpt_oss"] = {**LLAMA, "intermediate_size": 12, "num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 8}
@@ -161,6 +162,24 @@ VARIANTS = {
         ),
         "qwen3_moe_window_groups_of_3_yarn": dict(
             **THREE, **YARN, num_experts=6, norm_topk_prob=True, use_sliding_window=True, sliding_window=9
+        ),
+    },
+    "qwen2_moe": {
+        "qwen2_moe": dict(),
+        "qwen2_moe_one_of_seven_dense_first_tied_yarn": dict(
+            **YARN, num_experts=7, num_experts_per_tok=1, mlp_only_layers=[0], tie_word_embeddings=True
+        ),
+        "qwen2_moe_all_of_three_windows_of_even_layers": dict(
+            num_experts=3,
+            num_experts_per_tok=3,
+            norm_topk_prob=True,
+            num_hidden_layers=4,
+            use_sliding_window=True,
+            sliding_window=9,
+            max_window_layers=3,
+        ),
+        "qwen2_moe_groups_of_3_no_biases": dict(
+            **THREE, num_experts=6, decoder_sparse_step=2, qkv_bias=False, shared_expert_intermediate_size=50
         ),
     },
     "mixtral": {

@@ -30,7 +30,7 @@ from h2o_flexgen.utils.files import OTHER_HOME, cache_root
 
 #: supported architectures, by GGUF's names -> `model_type`; Mistral's is "llama" too
 ARCHITECTURES = {name: name for name in ("llama", "qwen2", "qwen3", "gemma2", "phi3")}
-ARCHITECTURES |= {"gemma3": "gemma3_text", "qwen3moe": "qwen3_moe", "gpt-oss": "gpt_oss"}
+ARCHITECTURES |= {"gemma3": "gemma3_text", "qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "gpt-oss": "gpt_oss"}
 #: architectures with Gemma's norms -> layers of the model that alone scales attention by hidden width / heads
 LARGEST_GEMMAS = {"gemma2": 46, "gemma3": 62}
 #: types that are read unchanged; all others are dequantised
@@ -127,6 +127,7 @@ class GGUFFile:
         if self.architecture != "phi3" and self._get("rope.dimension_count", head_dim) != head_dim:
             raise UserError(f"{self.path} rotates only a part of each head, which is not supported in GGUF files")
         experts = self._get("expert_count", 0)
+        has_bias = "blk.0.attn_q.bias" in self.tensors
         config = {
             "model_type": "mixtral" if experts and self.architecture == "llama" else ARCHITECTURES[self.architecture],
             "num_hidden_layers": self._layers(),
@@ -141,7 +142,8 @@ class GGUFFile:
             "rope_theta": self._get("rope.freq_base", 10000.0),
             "rope_scaling": self._rope_scaling(head_dim),
             "tie_word_embeddings": "output.weight" not in self.tensors,
-            "attention_bias": "blk.0.attn_q.bias" in self.tensors,
+            "attention_bias": has_bias,
+            "qkv_bias": has_bias,
             "mlp_bias": "blk.0.ffn_up.bias" in self.tensors,
             "eos_token_id": self._eos(),
         }
@@ -163,14 +165,17 @@ class GGUFFile:
 
     def _experts(self, count: int) -> dict:
         """What only configs of mixtures of experts have, in the spelling of each family."""
-        inner = self._get("expert_feed_forward_length", self._get("feed_forward_length"))
+        wide = self._size("feed_forward_length")
         used = self._size("expert_used_count")
+        is_qwen2 = self.architecture == "qwen2moe"
+        inner = self._get("expert_feed_forward_length", wide // used if is_qwen2 else wide)
         return {
             "num_experts": count,
             "num_local_experts": count,
             "num_experts_per_tok": used,
             "moe_intermediate_size": inner,
-            "norm_topk_prob": True,
+            "shared_expert_intermediate_size": self._get("expert_shared_feed_forward_length", wide),
+            "norm_topk_prob": not is_qwen2,
         }
 
     def _gemma(self, config: dict) -> dict:
@@ -293,6 +298,8 @@ class GGUFFile:
         if name not in self.tensors:
             raise UserError(f"{self.path} has no tensor {name!r}")
         found = self.tensors[name]
+        if shape == (1, *found.shape):  # llama.cpp drops dimensions of size 1
+            found = found._replace(shape=shape)
         if shape is not None and found.shape != shape:
             has = f"has the shape {list(found.shape)}, its metadata ask for {list(shape)}"
             raise UserError(f"{self.path}: {name!r} {has}")

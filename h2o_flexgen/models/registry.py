@@ -15,7 +15,7 @@ from h2o_flexgen.utils.files import check_small, read_json
 
 #: `model_type` of every family, each a module of this package
 FAMILIES = ("opt", "llama", "mistral", "qwen2", "qwen3", "gpt_neox", "gemma2", "gemma3_text", "phi3")
-FAMILIES += ("qwen3_moe", "mixtral", "gpt_oss")
+FAMILIES += ("qwen2_moe", "qwen3_moe", "mixtral", "gpt_oss")
 #: `model_type` of models of several kinds of input, whose config holds that of their text model -> its family
 MULTIMODAL = {"gemma3": "gemma3_text"}
 #: types of weights that a job can compute in

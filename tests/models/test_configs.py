@@ -97,6 +97,10 @@ OWN_PAIRS = {
     "gpt_neox": {"eps": "layer_norm_eps", "bias": "attention_bias", "parallel": "use_parallel_residual"},
     "gemma2": GEMMA_PAIRS | {"cap": "attn_logit_softcapping"},
     "gemma3_text": GEMMA_PAIRS,
+    "qwen2_moe": LLAMA_PAIRS
+    | {"qkv_bias": "qkv_bias", "experts": "num_experts", "active": "num_experts_per_tok"}
+    | {"expert_inner": "moe_intermediate_size", "shared_inner": "shared_expert_intermediate_size"}
+    | {"renormalises": "norm_topk_prob"},
     "phi3": {"eps": "rms_norm_eps", "window": "sliding_window"},
     "gpt_oss": LLAMA_PAIRS
     | {"qkv_bias": "attention_bias", "out_bias": "attention_bias", "alpha": "swiglu_alpha", "limit": "swiglu_limit"}
@@ -410,6 +414,8 @@ COUNTS = {
     "mistralai/Mixtral-8x7B-v0.1": 46702792704,
     "mistralai/Mixtral-8x7B-Instruct-v0.1": 46702792704,
     "mistralai/Mixtral-8x22B-v0.1": 140630071296,
+    "Qwen/Qwen1.5-MoE-A2.7B": 14315784192,
+    "Qwen/Qwen1.5-MoE-A2.7B-Chat": 14315784192,
     "Qwen/Qwen3-30B-A3B": 30532122624,
     "openai/gpt-oss-20b": 20914757184,
     "openai/gpt-oss-120b": 116829156672,
@@ -582,7 +588,8 @@ OTHER_KEYS = (
     "eos_token_id tie_word_embeddings use_parallel_residual sliding_window use_sliding_window max_window_layers "
     "layer_types word_embed_proj_dim do_layer_norm_before quantization_config hidden_activation rope_local_base_freq "
     "query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping sliding_window_pattern partial_rotary_factor "
-    "use_bidirectional_attention swiglu_alpha swiglu_limit num_local_experts num_experts_per_tok"
+    "use_bidirectional_attention swiglu_alpha swiglu_limit num_local_experts num_experts_per_tok num_experts qkv_bias "
+    "moe_intermediate_size shared_expert_intermediate_size mlp_only_layers decoder_sparse_step norm_topk_prob"
 ).split()
 
 
