@@ -32,9 +32,9 @@ Tensors = dict[str, tuple[str, tuple[int, ...]]]
 class Rope:
     """The rotary position embeddings of a head (RoFormer, arXiv 2104.09864)."""
 
-    type: str  # "default", "linear", "dynamic", "llama3", "yarn" or "longrope", as in transformers
+    type: str  # "default", "linear", "dynamic", "llama3", "yarn", "longrope" or "proportional", as in transformers
     theta: float  # the base of the frequencies
-    dim: int  # elements of a head that are rotated (all, unless rotation is partial)
+    dim: int  # elements of a head that are rotated (all, unless rotation is partial; some by 0 if it is proportional)
     positions: int  # `max_position_embeddings` of the config
     scaling: tuple[tuple[str, object], ...] = ()  # parameters of the type, by transformers' names
 
@@ -264,7 +264,7 @@ class Config:
         """Tokens of the sliding window; None for null."""
         return None if self.data.get("sliding_window", default) is None else self.size("sliding_window", default)
 
-    def active(self, key: str, default: int, experts: int) -> int:
+    def active(self, key: str, default: int | None, experts: int) -> int:
         """How many of `experts` experts a token goes through."""
         count = self.size(key, default)
         if count > experts > 0:
