@@ -680,6 +680,15 @@ class ExpertsOracle(LlamaOracle):
         return found
 
 
+class SharedExpertOracle(ExpertsOracle):
+    """Qwen2's mixtures of experts."""
+
+    def _token_mlp(self, at, x):
+        shared = self.act(self.linear(f"{at}.shared_expert.gate_proj", x))
+        shared = self.linear(f"{at}.shared_expert.down_proj", shared * self.linear(f"{at}.shared_expert.up_proj", x))
+        return super()._token_mlp(at, x) + shared / (1 + torch.exp(-self.linear(f"{at}.shared_expert_gate", x)))
+
+
 class GptOssOracle(ExpertsOracle):
     """gpt-oss."""
 
@@ -765,6 +774,56 @@ class Gemma3Oracle(GemmaOracle):
         return super().rotate(x)
 
 
+class Gemma4Oracle(Gemma3Oracle):
+    """Gemma 4, with an MLP alone or beside experts."""
+
+    def __init__(self, model, dtype: torch.dtype = torch.float64):
+        model.config.allow_global_per_layer_attribute_access = True
+        super().__init__(model, dtype)
+        self.scale_base = 1.0
+        self.kv_heads_of = [layer.num_key_value_heads for layer in self.config.per_layer_config]
+
+    def plain_norm(self, x):
+        return x / torch.sqrt((x * x).mean(-1, keepdim=True) + self.config.rms_norm_eps)
+
+    def rms_norm(self, name, x):
+        return self.plain_norm(x) * self.w[f"{name}.weight"]
+
+    def attend(self, layer, y):
+        at = f"layers.{layer}.self_attn"
+        q = self.linear(f"{at}.q_proj", y).view(len(y), self.heads, -1)
+        k = self.linear(f"{at}.k_proj", y).view(len(y), self.kv_heads_of[layer], -1)
+        v = self.linear(f"{at}.v_proj", y).view(k.shape) if f"{at}.v_proj.weight" in self.w else k
+        q = self.rotate(self.rms_norm(f"{at}.q_norm", q))
+        k = self.rotate(self.rms_norm(f"{at}.k_norm", k))
+        return self.linear(f"{at}.o_proj", self.attention(layer, q, k, self.plain_norm(v)))
+
+    def block(self, layer, x):
+        at = f"layers.{layer}"
+        self.kind = self.config.layer_types[layer]
+        y = self.attend(layer, self.rms_norm(f"{at}.input_layernorm", x))
+        x = x + self.rms_norm(f"{at}.post_attention_layernorm", y)
+        y = self.gated(layer, self.rms_norm(f"{at}.pre_feedforward_layernorm", x))
+        if self.config.enable_moe_block:
+            mixed = torch.stack([self._mixture(at, token) for token in x])
+            mixed = self.rms_norm(f"{at}.post_feedforward_layernorm_2", mixed)
+            y = self.rms_norm(f"{at}.post_feedforward_layernorm_1", y) + mixed
+        return (x + self.rms_norm(f"{at}.post_feedforward_layernorm", y)) * self.w[f"{at}.layer_scalar"]
+
+    def _mixture(self, at: str, x: Tensor) -> Tensor:
+        read = self.plain_norm(x) * self.w[f"{at}.router.scale"] / len(x) ** 0.5
+        shares = self.linear(f"{at}.router.proj", read).softmax(-1)
+        chosen = shares.argsort(descending=True)[: self.config.top_k_experts].tolist()
+        whole = sum(shares[e] for e in chosen)
+        y = self.rms_norm(f"{at}.pre_feedforward_layernorm_2", x)
+        found = torch.zeros_like(x)
+        for e in chosen:
+            gate, up = (self.w[f"{at}.experts.gate_up_proj"][e] @ y).chunk(2)
+            output = self.w[f"{at}.experts.down_proj"][e] @ (self.act(gate) * up)
+            found += shares[e] / whole * self.w[f"{at}.router.per_expert_scale"][e] * output
+        return found
+
+
 class Phi3Oracle(LlamaOracle):
     """Phi-3: LLaMA with its matrices cut out of fused ones."""
 
@@ -787,7 +846,9 @@ ORACLES = {
     "gpt_neox": NeoXOracle,
     "gemma2": GemmaOracle,
     "gemma3_text": Gemma3Oracle,
+    "gemma4_text": Gemma4Oracle,
     "phi3": Phi3Oracle,
+    "qwen2_moe": SharedExpertOracle,
     "qwen3_moe": ExpertsOracle,
     "mixtral": ExpertsOracle,
     "gpt_oss": GptOssOracle,

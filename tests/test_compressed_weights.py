@@ -26,6 +26,9 @@ SIZES = {
     "gpt_neox": WIDE | dict(intermediate_size=96),
     "qwen3": WIDE | dict(intermediate_size=96, head_dim=16),
     "qwen3_moe": WIDE | dict(intermediate_size=96, moe_intermediate_size=32, head_dim=16),
+    "qwen2_moe": WIDE
+    | dict(intermediate_size=96, moe_intermediate_size=32, shared_expert_intermediate_size=64, head_dim=16),
+    "gemma4_text": WIDE | dict(intermediate_size=96, head_dim=16, global_head_dim=24, num_attention_heads=8),
     "mistral": WIDE | dict(intermediate_size=96, head_dim=16),
 }
 PLACES = {

@@ -21,6 +21,7 @@ from h2o_flexgen.kernels.attention import causal_attention
 from h2o_flexgen.kernels.experts import Routing
 from h2o_flexgen.kernels.linear import linear
 from h2o_flexgen.models import spec as spec_module
+from h2o_flexgen.models.gguf import GGUFFile
 from h2o_flexgen.models.registry import family, read_spec
 
 LENGTHS = [5, 17, 9, 2]
@@ -28,12 +29,17 @@ BUDGET = (4, 4)
 OPTIONS = dict(device="cpu", dtype="float32", progress=False)
 ON_DISK = dict(percent=(0, 0, 0, 0, 0, 0))
 SIZES = dict(hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+GEMMA4 = "gemma4_text_experts_and_values_that_are_keys"
 #: (name, changes to its config, architecture of its GGUF files)
 MODELS = {
     "qwen3_moe": (SIZES | {"moe_intermediate_size": 32}, "qwen3moe"),
+    "qwen2_moe": (SIZES | {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64}, "qwen2moe"),
+    GEMMA4: (SIZES | {"moe_intermediate_size": 32, "global_head_dim": 32}, "gemma4"),
     "mixtral": (SIZES, "llama"),
     "gpt_oss": (SIZES, "gpt-oss"),
 }
+#: experts alone, beside one that all tokens go through, and beside an MLP
+NAMES = ["qwen3_moe", "qwen2_moe", GEMMA4]
 
 
 @pytest.fixture(params=[1, 3000], ids=["one by one", "a few"])
@@ -53,17 +59,19 @@ def groups(request, monkeypatch):
     ],
     ids=["ram", "half", "disk", "disk, few tokens"],
 )
-def test_tokens_do_not_depend_on_where_experts_are(tiny, run, groups, policy, budget):
-    model = tiny("qwen3_moe")
-    assert len(family("qwen3_moe").tensors(read_spec(model.folder))[1].units) > 2
+@pytest.mark.parametrize("name", NAMES)
+def test_tokens_do_not_depend_on_where_experts_are(tiny, run, groups, name, policy, budget):
+    model = tiny(name)
+    assert len(family(zoo.FAMILY[name]).tensors(read_spec(model.folder))[1].units) > 2
     prompts = model.clear_cut_prompts(LENGTHS, 8, [(None, None), BUDGET])
     outputs = run(model, prompts, 8, budget, **policy)
     assert [o.token_ids for o in outputs] == [t.tokens for t in model.references(prompts, 8, *(budget or ()))]
 
 
-def test_rows_that_enter_beside_others(tiny, run):
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_that_enter_beside_others(tiny, run, name):
     """Prompts and decode steps of a pass share the experts' matmuls."""
-    model = tiny("qwen3_moe")
+    model = tiny(name)
     prompts = model.clear_cut_prompts([5, 17, 9, 2, 7, 12], 8, [(None, None)])
     lengths = [8, 2, 5, 8, 1, 6]
     params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in lengths]
@@ -80,13 +88,14 @@ def read_bytes(model, prompts, monkeypatch, share):
         return llm.report["decode"]["bytes_moved"]["disk_to_cpu"]
 
 
-def test_layers_that_are_read_when_they_are_needed(tiny):
+@pytest.mark.parametrize("name", NAMES)
+def test_layers_that_are_read_when_they_are_needed(tiny, name):
     """As calibrations do with models larger than RAM: a layer several times in a row."""
     found = []
     for streams in (False, True):
-        with LLM(str(tiny("qwen3_moe").folder), **OPTIONS) as llm:
+        with LLM(str(tiny(name).folder), **OPTIONS) as llm:
             model = LayerModel(llm.model, progress=False, streams=streams)
-            ids = torch.tensor(tiny("qwen3_moe").prompts([7, 7]))
+            ids = torch.tensor(tiny(name).prompts([7, 7]))
             positions = torch.arange(7).expand(2, 7)
             with torch.inference_mode():
                 hidden = model.embed(ids, positions)
@@ -113,6 +122,10 @@ def test_experts_without_a_token_are_not_read(tmp_path, monkeypatch):
         ("qwen3_moe", Type.Q8_0),
         ("qwen3_moe", Type.Q4_0),
         ("qwen3_moe", Type.F16),
+        ("qwen2_moe", Type.Q8_0),
+        ("qwen2_moe", Type.F16),
+        (GEMMA4, Type.Q8_0),
+        (GEMMA4, Type.Q4_0),
         ("mixtral", Type.Q8_0),
         ("gpt_oss", Type.MXFP4),
     ],
@@ -124,10 +137,11 @@ def test_a_gguf_file(tmp_path, name, kind):
     state = apart(load_file(model.folder / "model.safetensors"))
     state = {key: tensor.contiguous() for key, tensor in state.items()}
     for key, tensor in state.items():
-        if tensor.dim() > 1 and not key.endswith(("gate.weight", "router.weight")):
+        if tensor.dim() > 1 and not key.endswith(("gate.weight", "router.weight", "router.proj.weight")):
             state[key] = torch.from_numpy(gguf.dequantize(gguf.quantize(tensor.numpy(), kind), kind)).view(tensor.shape)
     save_file(state, model.folder / "model.safetensors", metadata={"format": "pt"})
-    path = write_gguf(tmp_path / "model.gguf", model, kind, arch, others={".gate": Type.F32, ".router": Type.F32})
+    others = {".gate": Type.F32, ".router": Type.F32, ".router.proj": Type.F32}
+    path = write_gguf(tmp_path / "model.gguf", model, kind, arch, others=others)
     prompts = model.prompts(LENGTHS)
     found = []
     for source, policy in ((model.folder, Policy(4)), (path, Policy(4)), (path, Policy(2, 2, **ON_DISK))):
@@ -142,16 +156,17 @@ def test_a_gguf_file(tmp_path, name, kind):
 
 @pytest.mark.parametrize("compress", ["int8", "int4"])
 @pytest.mark.parametrize("compute", ["exact", "int8"])
-def test_fewer_bits(tmp_path, compress, compute):
+@pytest.mark.parametrize("name, gate", [*zip(NAMES, ("mlp.gate", "mlp.shared_expert_gate", "router.proj"))])
+def test_fewer_bits(tmp_path, name, gate, compress, compute):
     """Routers stay as they are; experts on disk give the tokens of experts in RAM."""
-    model = zoo.build("qwen3_moe", tmp_path / "model", **MODELS["qwen3_moe"][0])
+    model = zoo.build(name, tmp_path / "model", **MODELS[name][0])
     prompts = model.prompts(LENGTHS)
     found = []
     for policy in (Policy(4), Policy(2, 2, **ON_DISK)):
         with LLM(str(model.folder), policy, compress_weight=compress, compute=compute, **OPTIONS) as llm:
             rows = llm.generate(prompts, SamplingParams(max_tokens=6, ignore_eos=True))
             found.append([row.outputs[0].token_ids for row in rows])
-            assert llm.model.formats["model.layers.0.mlp.gate.weight"].is_dense
+            assert llm.model.formats[f"model.layers.0.{gate}.weight"].is_dense
     assert found[0] == found[1]
 
 
@@ -224,11 +239,66 @@ def test_a_config_that_contradicts_the_experts(folder, changes, message):
     assert message in refusal(folder)
 
 
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(shared_expert_intermediate_size=0), "shared_expert_intermediate_size must be a whole number from 1"),
+        (dict(shared_expert_intermediate_size=21), "shared_expert.gate_proj.weight' in shape [20, 24]"),
+        (dict(qkv_bias="yes"), "qkv_bias must be true or false"),
+        (dict(use_sliding_window=True, sliding_window=0), "sliding_window must be a whole number from 1"),
+        (dict(decoder_sparse_step=0), "decoder_sparse_step must be a whole number from 1"),
+    ],
+)
+def test_a_config_that_contradicts_the_shared_expert(tiny, tmp_path, changes, message):
+    folder = shutil.copytree(tiny("qwen2_moe").folder, tmp_path / "broken")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    assert message in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(num_experts=7), "experts.down_proj' in shape [5, 24, 12], the config asks for 7 experts"),
+        (dict(num_experts=4), "experts.down_proj' in shape [5, 24, 12], the config asks for 4 experts"),
+        (dict(enable_moe_block=False), "experts.down_proj' in shape [5, 24, 12], the config asks for 0 experts"),
+        (dict(num_experts=None), "num_experts must be a whole number from 1"),
+        (dict(top_k_experts=6), "top_k_experts is 6, but there are only 5 experts"),
+        (dict(top_k_experts=None), "top_k_experts must be a whole number from 1"),
+        (dict(moe_intermediate_size=13), "experts.gate_up_proj' in shape [120, 24], the config asks for [130, 24]"),
+    ],
+)
+def test_a_config_that_contradicts_experts_in_one_tensor(tiny, tmp_path, changes, message):
+    folder = shutil.copytree(tiny(GEMMA4).folder, tmp_path / "broken")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    assert message in refusal(folder)
+
+
+@pytest.mark.parametrize("shape", [(4, 24, 24), (6, 24, 24), (120, 24)])
+def test_experts_in_one_tensor_of_another_shape_are_refused(tiny, tmp_path, shape):
+    folder = shutil.copytree(tiny(GEMMA4).folder, tmp_path / "broken")
+    state = load_file(folder / "model.safetensors")
+    state["model.layers.1.experts.gate_up_proj"] = torch.zeros(shape)
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    assert f"'model.layers.1.experts.gate_up_proj' in shape {list(shape)}" in refusal(folder)
+
+
 def test_metadata_of_a_gguf_file_that_contradict_its_experts(tiny, tmp_path):
     model = tiny("qwen3_moe")
     path = write_gguf(tmp_path / "model.gguf", model, arch="qwen3moe", qwen3moe__expert_count=4)
     says = refusal(path)
     assert "ffn_gate_inp.weight' has the shape [5, 24], its metadata ask for [4, 24]" in says
+
+
+def test_old_files_lack_widths_of_experts(tiny, tmp_path):
+    """llama.cpp's defaults stand for them."""
+    path = write_gguf(tmp_path / "model.gguf", tiny("qwen2_moe"), arch="qwen2moe")
+    for key in (b"qwen2moe.expert_feed_forward_length", b"qwen2moe.expert_shared_feed_forward_length"):
+        path.write_bytes(path.read_bytes().replace(key, b"x" * len(key)))
+    found = GGUFFile(path).config
+    assert (found["moe_intermediate_size"], found["shared_expert_intermediate_size"]) == (20, 40)
+    assert found["norm_topk_prob"] is False
 
 
 def test_a_row_whose_router_gives_nan_ends_alone(tmp_path):

@@ -65,8 +65,18 @@ BASE = {
         eos_token_id=2,
     ),
 }
+BASE["qwen2_moe"] = {**BASE["qwen3_moe"], "shared_expert_intermediate_size": 20}
 BASE["gemma2"] = {**LLAMA, "head_dim": 8, "sliding_window": 12, "query_pre_attn_scalar": 11}
 BASE["gemma3_text"] = {**BASE["gemma2"], "num_hidden_layers": 3, "sliding_window_pattern": 3, "sliding_window": 7}
+BASE["gemma4_text"] = {
+    **LLAMA,
+    "num_hidden_layers": 3,
+    "head_dim": 8,
+    "global_head_dim": 12,
+    "sliding_window": 7,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "hidden_size_per_layer_input": 0,
+}
 BASE["gpt_oss"] = {**LLAMA, "intermediate_size": 12, "num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 8}
 BASE["gpt_oss"] |= {"sliding_window": 9}
 BASE["phi3"] = {**LLAMA, "pad_token_id": 0, "original_max_position_embeddings": 128}
@@ -100,6 +110,7 @@ SHORT_LONGROPE = dict(
 NO_CAPS = dict(attn_logit_softcapping=None, final_logit_softcapping=None)
 FULL = "full_attention"
 SLIDING = "sliding_attention"
+MIXTURE = dict(enable_moe_block=True, num_experts=5, top_k_experts=2, moe_intermediate_size=12)
 THREE = dict(num_attention_heads=6, num_key_value_heads=2)
 EIGHT = dict(num_attention_heads=8, num_key_value_heads=1, hidden_size=32)
 #: model_type -> {variant: changes to its config}; the first variant of a family runs in the most tests
@@ -163,6 +174,24 @@ VARIANTS = {
             **THREE, **YARN, num_experts=6, norm_topk_prob=True, use_sliding_window=True, sliding_window=9
         ),
     },
+    "qwen2_moe": {
+        "qwen2_moe": dict(),
+        "qwen2_moe_one_of_seven_dense_first_tied_yarn": dict(
+            **YARN, num_experts=7, num_experts_per_tok=1, mlp_only_layers=[0], tie_word_embeddings=True
+        ),
+        "qwen2_moe_all_of_three_windows_of_even_layers": dict(
+            num_experts=3,
+            num_experts_per_tok=3,
+            norm_topk_prob=True,
+            num_hidden_layers=4,
+            use_sliding_window=True,
+            sliding_window=9,
+            max_window_layers=3,
+        ),
+        "qwen2_moe_groups_of_3_no_biases": dict(
+            **THREE, num_experts=6, decoder_sparse_step=2, qkv_bias=False, shared_expert_intermediate_size=50
+        ),
+    },
     "mixtral": {
         "mixtral": dict(head_dim=8),
         "mixtral_of_one_expert_tied": dict(num_local_experts=1, num_experts_per_tok=1, tie_word_embeddings=True),
@@ -223,6 +252,28 @@ VARIANTS = {
             **DYNAMIC, num_key_value_heads=4, layer_types=[SLIDING, SLIDING, FULL], rms_norm_eps=1e-3
         ),
     },
+    "gemma4_text": {
+        "gemma4_text": dict(final_logit_softcapping=20.0, tie_word_embeddings=True),
+        "gemma4_text_experts_and_values_that_are_keys": dict(
+            **MIXTURE, attention_k_eq_v=True, num_global_key_value_heads=1, use_bidirectional_attention="vision"
+        ),
+        "gemma4_text_all_of_three_experts_untied_groups_of_3": dict(
+            **THREE,
+            **MIXTURE | dict(num_experts=3, top_k_experts=3),
+            rope_parameters={
+                FULL: {"rope_type": "proportional", "rope_theta": 5e4, "partial_rotary_factor": 0.75, "factor": 2.0},
+                SLIDING: {"rope_type": "default", "rope_theta": 3e3},
+            },
+            tie_word_embeddings=False,
+            global_head_dim=10,
+            hidden_activation="silu",
+            num_hidden_layers=2,
+            layer_types=[FULL] * 2,
+        ),
+        "gemma4_text_groups_of_8_biases_values_that_are_keys": dict(
+            **EIGHT, attention_bias=True, attention_k_eq_v=True, head_dim=4, vocab_size=77, rms_norm_eps=1e-3
+        ),
+    },
     "phi3": {
         "phi3": dict(hidden_size=32),
         "phi3_groups_of_3_partial_tied_window": dict(
@@ -240,7 +291,7 @@ BY_LENGTH = [name for name in CONFIGS if ("dynamic" in name or "longrope" in nam
 #: those with layers whose sliding window is shorter than the texts of tests
 WINDOWS = ["mistral_window", "qwen2_window_of_two_layers"]
 #: those whose layers rotate differently
-BY_LAYER = [name for name in CONFIGS if FAMILY[name] == "gemma3_text"]
+BY_LAYER = [name for name in CONFIGS if FAMILY[name] in ("gemma3_text", "gemma4_text")]
 #: family -> its first variant
 FIRST = {model_type: next(iter(variants)) for model_type, variants in VARIANTS.items()}
 
@@ -371,14 +422,18 @@ def build(name: str, folder: Path, seed: int = 0, **changes) -> Tiny:
     config = AutoConfig.for_model(FAMILY[name], **copy.deepcopy({**CONFIGS[name], **changes}))
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config).float().eval()
+    less_one = 0 if "gemma" in name and "gemma4" not in name else 1  # Gemma's norms, until its fourth
     with torch.no_grad():
+        for key, tensor in model.named_buffers():
+            if key.endswith("layer_scalar"):
+                tensor.normal_(1, 0.3)
         for key, tensor in model.named_parameters():
             if key.endswith("bias"):
                 tensor.normal_(0, 0.1)
             elif "experts" in key:
                 tensor.normal_(0, 0.7)
-            elif "norm" in key:
-                tensor.normal_(0 if "gemma" in name else 1, 0.3)  # Gemma's are stored less 1
+            elif "norm" in key or key.endswith("scale"):
+                tensor.normal_(less_one, 0.3)
             elif "embed" in key:
                 tensor.normal_(0, config.hidden_size**-0.5 if "gemma" in name else 0.8)  # Gemma multiplies the rows
             else:

@@ -133,25 +133,30 @@ class LayerModel:
         def attend_flat(*qkv: Tensor) -> Tensor:
             return attend(*(x.unflatten(0, (B, T)).transpose(1, 2) for x in qkv)).transpose(1, 2).flatten(0, 1)
 
-        first, *groups = self._units[layer]
-        through = self._family.attention if groups else self._family.block
+        first, *others = self._units[layer]
+        through = self._family.attention if others else self._family.block
         spec = self.spec.at(layer)
         w = self._weights.get(first)
         found = through(spec, w, hidden.flatten(0, 1), _flat(positions), attend_flat)
-        if groups:
+        if others:
             x, routing = self._family.route(spec, w, found)
             self._weights.release(first)  # the units of a layer share one staging buffer
-            found.add_(self._of_experts(spec, x, routing, groups))
+            found = self._through_experts(spec, found, x, routing, others)
         return found.unflatten(0, (B, T))
 
-    def _of_experts(self, spec: ModelSpec, x: Tensor, routing: Routing, groups: list[int]) -> Tensor:
-        """The sum (N, E) of what experts, which are in the units `groups`, return for x (N, E)."""
+    def _through_experts(
+        self, spec: ModelSpec, hidden: Tensor, x: Tensor, routing: Routing, units: list[int]
+    ) -> Tensor:
+        """Hidden states (N, E) after the experts, which read x (N, E), and what comes after them, all in `units`."""
         total = torch.zeros_like(x)
-        for number in groups:
-            compute = partial(self._family.expert, spec)
-            routing.add(self._experts[number], self._weights.get(number), compute, x, total)
+        for number in units:
+            w = self._weights.get(number)
+            if group := self._experts[number]:
+                routing.add(group, w, partial(self._family.expert, spec), x, total)
+            else:
+                hidden = self._family.join(spec, w, hidden, x, total)
             self._weights.release(number)
-        return total
+        return hidden.add_(total) if self._experts[units[-1]] else hidden
 
     def release(self, layer: int) -> None:
         """Free a layer's weights; they are read again when they are needed."""

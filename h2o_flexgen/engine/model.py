@@ -211,6 +211,7 @@ def open_source(
     if weights is None:
         return DummyCheckpoint(layers, dtype)
     found = Checkpoint(weights, layers, dtype, progress)
+    found.check_experts(layers)
     method = None if is_gguf(weights) else read_method(folder)
     if method is not None and method.is_in_place:
         found.take_formats(method.formats(layers), shapes_of(layers))

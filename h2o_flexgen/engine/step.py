@@ -9,8 +9,8 @@ The stages are the embedding, the units of each layer, and the head. In layer j 
                      decode step: append one token to KV block (j, k)
 
 With a mixture of experts the layer's first stage ends with the router, and each group of experts is a stage of its own,
-which all chunks pass before the next one. Until the last group a chunk's state is (3, N, E): the hidden states, what
-experts read, and the sum of what they return.
+which all chunks pass before the next one. Until then a chunk's state is (3, N, E): the hidden states, what experts
+read, and the sum of what they return. What a layer adds to that sum is one more stage.
 
 A KV block is staged when the first piece of its batch attends, and written back after the last one.
 """
@@ -116,10 +116,11 @@ class Walk:
         """Embedding, units of the blocks, head: as the weight store numbers them."""
         yield self._embed
         for j, layer in enumerate(self.stores.model.layers[1:-1]):
-            _, *groups = layer.units
-            yield partial(self._experts_chosen if groups else self._block, j)
-            for group in groups:
-                yield partial(self._experts, group.experts, group is groups[-1])
+            _, *units = layer.units
+            yield partial(self._experts_chosen if units else self._block, j)
+            for unit in units:
+                of_experts = partial(self._experts, unit.experts, unit is units[-1])
+                yield of_experts if unit.experts else partial(self._join, j)
         yield self._head
 
     def _begin(self, pass_: Pass) -> None:
@@ -162,7 +163,7 @@ class Walk:
         self._keep(n, chunk, torch.stack([hidden, x, torch.zeros_like(x)]))
 
     def _experts(self, group: range, is_last: bool, n: int, chunk: Chunk, w: Weights) -> None:
-        """A group of experts, for the tokens that were routed to them; after the last group their sum is added."""
+        """A group of experts, for the tokens that were routed to them; after the last unit their sum is added."""
         state = self._taken(n, chunk)
         if chunk.home is not None and self.stores.activations.moves(chunk.home.batch):
             state = state.clone()  # it is written back while its staging buffer is filled again
@@ -173,6 +174,11 @@ class Walk:
             del self._routed[n]
             state = hidden.add_(total)
         self._keep(n, chunk, state)
+
+    def _join(self, j: int, n: int, chunk: Chunk, w: Weights) -> None:
+        """What layer j adds to the sum of its experts."""
+        del self._routed[n]
+        self._keep(n, chunk, self.family.join(self.spec.at(j), w, *self._taken(n, chunk)))
 
     def _head(self, n: int, chunk: Chunk, w: Weights) -> None:
         """Hand the logits that are wanted to the sink, HEAD_ROWS at a time, of all chunks together: each time the head

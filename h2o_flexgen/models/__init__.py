@@ -17,5 +17,9 @@ experts return to the hidden states:
     route(spec, w, hidden)                          -> x (N, E), which experts read, and the `Routing` of all tokens
     expert(spec, w, x)                              rows of x (n, E) -> (n, E), by the tensors of one expert
 
+and one more if they add something to that (`Layer.after`), which takes the sum (N, E) of what the experts return:
+
+    join(spec, w, hidden, x, total)                 -> hidden (N, E)
+
 A family whose layers differ makes its spec with `spec.of_layers`; these functions get the layer's own.
 """

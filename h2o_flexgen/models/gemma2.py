@@ -106,5 +106,10 @@ def block(spec: GemmaSpec, w: Weights, hidden: Tensor, positions: Positions | No
 
 
 def logits(spec: GemmaSpec, w: Weights, hidden: Tensor) -> Tensor:
-    found = project(w, "head", centred_rms_norm(w, "final_norm", hidden, spec.eps))
+    return head(spec, w, centred_rms_norm(w, "final_norm", hidden, spec.eps))
+
+
+def head(spec: GemmaSpec, w: Weights, x: Tensor) -> Tensor:
+    """Logits (B, V) from normed states x (B, E)."""
+    found = project(w, "head", x)
     return found if spec.final_cap is None else found.div_(spec.final_cap).tanh_().mul_(spec.final_cap)

@@ -33,16 +33,16 @@ THETAS = {FULL: ("rope_theta", 1e6), SLIDING: ("rope_local_base_freq", 1e4)}
 
 def spec(config: Config) -> GemmaSpec:
     config = Config(DEFAULTS | config.data, config.where)
-    read = gemma_spec(_with_rope(config, FULL), model_type="gemma3_text", head_norms=True)
+    read = gemma_spec(with_rope(config, FULL), model_type="gemma3_text", head_norms=True)
     if read.rope.type == "linear":  # `max_position_embeddings` counts what scaling adds
         read = replace(read, positions=read.rope.positions)
-    rope, _ = read_rope(_with_rope(config, SLIDING), read.head_dim)
+    rope, _ = read_rope(with_rope(config, SLIDING), read.head_dim)
     period = config.size("sliding_window_pattern", 6)
     by_type = {FULL: read, SLIDING: replace(read, rope=rope, window=config.window(4096))}
     return of_layers([by_type[kind] for kind in config.layer_types(lambda index: (index + 1) % period != 0)])
 
 
-def _with_rope(config: Config, kind: str) -> Config:
+def with_rope(config: Config, kind: str) -> Config:
     """The config with the RoPE of one type of layers as its only one. Raises UserError for one without types."""
     data = config.data
     by_kind = data.get("rope_parameters") or {kind: None}

@@ -30,9 +30,16 @@ from h2o_flexgen.utils.files import OTHER_HOME, cache_root
 
 #: supported architectures, by GGUF's names -> `model_type`; Mistral's is "llama" too
 ARCHITECTURES = {name: name for name in ("llama", "qwen2", "qwen3", "gemma2", "phi3")}
-ARCHITECTURES |= {"gemma3": "gemma3_text", "qwen3moe": "qwen3_moe", "gpt-oss": "gpt_oss"}
+ARCHITECTURES |= {"gemma3": "gemma3_text", "gemma4": "gemma4_text", "gpt-oss": "gpt_oss"}
+ARCHITECTURES |= {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe"}
 #: architectures with Gemma's norms -> layers of the model that alone scales attention by hidden width / heads
 LARGEST_GEMMAS = {"gemma2": 46, "gemma3": 62}
+#: architectures that were trained in bfloat16: their hidden states exceed what float16 holds
+IN_BFLOAT16 = (*LARGEST_GEMMAS, "gemma4", "gpt-oss")
+#: ends of tensors' names -> those by which the package `gguf` knows their modules
+RENAMED = {"router.scale": "router.proj.scale", "router.per_expert_scale": "experts.down_proj.scale"}
+#: in `rope_freqs.weight` what is less divides a frequency; else the pair stays as it is
+UNROTATED = 1e29
 #: types that are read unchanged; all others are dequantised
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 #: suffixes of tensors that are not weights
@@ -127,6 +134,7 @@ class GGUFFile:
         if self.architecture != "phi3" and self._get("rope.dimension_count", head_dim) != head_dim:
             raise UserError(f"{self.path} rotates only a part of each head, which is not supported in GGUF files")
         experts = self._get("expert_count", 0)
+        has_bias = "blk.0.attn_q.bias" in self.tensors
         config = {
             "model_type": "mixtral" if experts and self.architecture == "llama" else ARCHITECTURES[self.architecture],
             "num_hidden_layers": self._layers(),
@@ -141,36 +149,45 @@ class GGUFFile:
             "rope_theta": self._get("rope.freq_base", 10000.0),
             "rope_scaling": self._rope_scaling(head_dim),
             "tie_word_embeddings": "output.weight" not in self.tensors,
-            "attention_bias": "blk.0.attn_q.bias" in self.tensors,
+            "attention_bias": has_bias,
+            "qkv_bias": has_bias,
             "mlp_bias": "blk.0.ffn_up.bias" in self.tensors,
             "eos_token_id": self._eos(),
         }
         if experts:
             config |= self._experts(experts)
-        if self.architecture in LARGEST_GEMMAS:
-            config |= self._gemma(config)
-        if self.architecture == "phi3":
-            config |= self._phi3(config)
-        if self.architecture == "gpt-oss":
-            config["sliding_window"] = self._get("attention.sliding_window")
+        config |= self._own(config)
         types = {tensor.type for tensor in self.tensors.values() if len(tensor.shape) > 1}
         if len(types) == 1 and types < FLOATS.keys():
             config["dtype"] = dtype_name(FLOATS[types.pop()])
-        if self.architecture in (*LARGEST_GEMMAS, "gpt-oss") and config.get("dtype") != "float32":
-            config["dtype"] = "bfloat16"  # as it was trained: its hidden states exceed what float16 holds
+        if self.architecture in IN_BFLOAT16 and config.get("dtype") != "float32":
+            config["dtype"] = "bfloat16"
         spec_of(config, str(self.path))  # raises for invalid values
         return config
 
+    def _own(self, config: dict) -> dict:
+        """What only configs of this architecture have."""
+        if self.architecture in LARGEST_GEMMAS:
+            return self._gemma(config)
+        if self.architecture == "gemma4":
+            return self._gemma4(config)
+        if self.architecture == "phi3":
+            return self._phi3(config)
+        return {"sliding_window": self._get("attention.sliding_window")} if self.architecture == "gpt-oss" else {}
+
     def _experts(self, count: int) -> dict:
         """What only configs of mixtures of experts have, in the spelling of each family."""
-        inner = self._get("expert_feed_forward_length", self._get("feed_forward_length"))
+        wide = self._size("feed_forward_length")
         used = self._size("expert_used_count")
+        is_qwen2 = self.architecture == "qwen2moe"
+        inner = self._get("expert_feed_forward_length", wide // used if is_qwen2 else wide)
         return {
             "num_experts": count,
             "num_local_experts": count,
             "num_experts_per_tok": used,
             "moe_intermediate_size": inner,
-            "norm_topk_prob": True,
+            "shared_expert_intermediate_size": self._get("expert_shared_feed_forward_length", wide),
+            "norm_topk_prob": not is_qwen2,
         }
 
     def _gemma(self, config: dict) -> dict:
@@ -189,6 +206,45 @@ class GGUFFile:
         if isinstance(pattern, list):
             return own | {"layer_types": [SLIDING if slides else FULL for slides in pattern]}
         return own | {"sliding_window_pattern": pattern}
+
+    def _gemma4(self, config: dict) -> dict:
+        """What only Gemma 4's configs have. A file names the sizes of layers without a window first."""
+        layers = config["num_hidden_layers"]
+        slides = self._per_layer("attention.sliding_window_pattern", layers)
+        kv_heads = self._per_layer("attention.head_count_kv", layers)
+        head_dims = {True: self._size("attention.key_length_swa"), False: config["head_dim"]}
+        own = [{"head_dim": head_dims[bool(kind)], "num_key_value_heads": n} for kind, n in zip(slides, kv_heads)]
+        full = {"rope_type": "proportional", "rope_theta": config["rope_theta"]}
+        full["partial_rotary_factor"] = self._rotated_share()
+        return {
+            "num_key_value_heads": kv_heads[0],
+            "per_layer_config": {str(index): each for index, each in enumerate(own)},
+            "layer_types": [SLIDING if kind else FULL for kind in slides],
+            "sliding_window": self._get("attention.sliding_window"),
+            "rope_parameters": {FULL: full, SLIDING: {"rope_theta": self._get("rope.freq_base_swa", 10000.0)}},
+            "attention_k_eq_v": f"blk.{layers - 1}.attn_v.weight" not in self.tensors,
+            "final_logit_softcapping": self._get("final_logit_softcapping", 0.0) or None,
+            "hidden_size_per_layer_input": self._get("embedding_length_per_layer_input", 0),
+            "num_kv_shared_layers": self._get("attention.shared_kv_layers", 0),
+            "enable_moe_block": "num_experts" in config,
+            "top_k_experts": config.get("num_experts_per_tok"),
+        }
+
+    def _per_layer(self, key: str, layers: int) -> list:
+        """A value of each layer, which may be one for all."""
+        value = self._get(key)
+        values = value if isinstance(value, list) else [value] * layers
+        if len(values) != layers:
+            raise UserError(f"{self.path}: {self.architecture}.{key} has {len(values)} values for {layers} layers")
+        return values
+
+    def _rotated_share(self) -> float:
+        """The share of a head that proportional RoPE rotates, from the file's divisors of the frequencies."""
+        divisors = self.dequantised("rope_freqs.weight", torch.float32).float()
+        rotated = int((divisors < UNROTATED).sum())
+        if not (divisors[:rotated] == 1).all():
+            raise UserError(f"{self.path}: the RoPE divisors in rope_freqs.weight are not those of Gemma 4")
+        return rotated / len(divisors)
 
     def _phi3(self, config: dict) -> dict:
         """What only Phi-3's configs have. The first files name no window."""
@@ -214,7 +270,7 @@ class GGUFFile:
         return [token for token in ids if token is not None]
 
     def _rope_scaling(self, head_dim: int) -> dict | None:
-        if "rope_freqs.weight" in self.tensors:
+        if "rope_freqs.weight" in self.tensors and self.architecture != "gemma4":
             return self._llama3_scaling(head_dim)
         if "rope_factors_long.weight" in self.tensors:
             return self._longrope_scaling()
@@ -293,6 +349,8 @@ class GGUFFile:
         if name not in self.tensors:
             raise UserError(f"{self.path} has no tensor {name!r}")
         found = self.tensors[name]
+        if shape == (1, *found.shape):  # llama.cpp drops dimensions of size 1
+            found = found._replace(shape=shape)
         if shape is not None and found.shape != shape:
             has = f"has the shape {list(found.shape)}, its metadata ask for {list(shape)}"
             raise UserError(f"{self.path}: {name!r} {has}")
@@ -311,6 +369,8 @@ class GGUFFile:
         for layer in layers:
             for name, shape in layer.shapes.items():
                 template, experts = experts_of(name)
+                end = next((end for end in RENAMED if name.endswith(end)), "")
+                template = template.removesuffix(end) + RENAMED.get(end, "")
                 module, _, part = template.replace(".{}", "").rpartition(".")
                 stored = names.get_name(module)
                 if stored is None:  # a tensor without a module of its own, such as sinks

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from h2o_flexgen.errors import UserError, reason
 from h2o_flexgen.models.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
-from h2o_flexgen.models.sentence_piece import Kind, add_tokens, is_control, pieces_tokenizer, surround
+from h2o_flexgen.models.sentence_piece import Kind, add_tokens, is_control, merges_by_score, pieces_tokenizer, surround
 from h2o_flexgen.models.spec import shortened
 
 if TYPE_CHECKING:
@@ -21,12 +21,15 @@ if TYPE_CHECKING:
 
 #: llama.cpp's names for a model without a tokenizer
 NO_TOKENIZER = ("none", "no_vocab")
-#: llama.cpp's names for SentencePiece's byte pairs and for byte-level ones, the tokenizers of the known architectures
+#: llama.cpp's names for SentencePiece's byte pairs, the same in an order of their own, and byte-level ones: the
+#: tokenizers of the known architectures
 SENTENCE_PIECE = "llama"
+GEMMA4 = "gemma4"
 BYTE_LEVEL = "gpt2"
 #: default ids of special tokens
 DEFAULT_IDS = {
     SENTENCE_PIECE: {"bos": 1, "eos": 2, "unknown": 0},
+    GEMMA4: {},
     BYTE_LEVEL: {"bos": 11, "eos": 11},  # Falcon's; only used where that is a special token
 }
 #: also the end of struck-out text in HTML, and so an ordinary token of some vocabularies
@@ -144,7 +147,7 @@ class Vocabulary:
         return {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **config}
 
     def tokenizer(self) -> Tokenizer:
-        is_pieces = self.kind == SENTENCE_PIECE
+        is_pieces = self.kind != BYTE_LEVEL
         tokenizer = self._pieces() if is_pieces else self._byte_level()
         add_tokens(tokenizer, self.tokens, self.kinds, self.is_special)
         surround(tokenizer, self._edge("bos", is_pieces or self.split.add_bos), self._edge("eos", False))
@@ -153,6 +156,8 @@ class Vocabulary:
     def _edge(self, name: str, default: bool) -> str | None:
         """The token at the start (bos) or the end (eos) of every text, if any."""
         asked = self._flag(f"add_{name}_token")
+        if self.kind == GEMMA4 and name == "bos":  # some files deny what the model needs
+            asked = None
         token = self.token(name)
         if asked and token is None:
             raise UserError(f"texts begin or end with a {name} token, but tokenizer.ggml.{name}_token_id names none")
@@ -170,9 +175,11 @@ class Vocabulary:
     def _pieces(self) -> Tokenizer:
         unknown = self.token("unknown")
         name = None if unknown is None else self.tokens[unknown]
-        scores = self._list("scores", (int, float))
+        if self.kind == GEMMA4:
+            return pieces_tokenizer(self.ids, self._merges(), name, "never")
+        merges = merges_by_score(self.ids, self._list("scores", (int, float)))
         scheme = "never" if self._flag("add_space_prefix") is False else "always"
-        return pieces_tokenizer(self.tokens, scores, name, scheme)
+        return pieces_tokenizer(self.ids, merges, name, scheme)
 
     def _byte_level(self) -> Tokenizer:
         from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers

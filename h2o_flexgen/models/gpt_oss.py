@@ -7,11 +7,10 @@ from importlib.util import find_spec
 
 from torch import Tensor
 
-from h2o_flexgen.kernels import rowwise
 from h2o_flexgen.kernels.experts import Routing
 from h2o_flexgen.models import llama, parts
 from h2o_flexgen.models.llama import LlamaSpec
-from h2o_flexgen.models.parts import Attend, Weights, embed, project, projections
+from h2o_flexgen.models.parts import Attend, Weights, embed, project, projections, widened_rms_norm
 from h2o_flexgen.models.rope import Positions
 from h2o_flexgen.models.spec import FULL, SLIDING, Config, Layer, matrix, of_layers
 
@@ -85,17 +84,13 @@ def _block(spec: GptOssSpec, index: int) -> Layer:
     return Layer(llama.attention_tensors(spec, index) | sinks | router, expert=expert, experts=spec.experts)
 
 
-def norm(spec: GptOssSpec, w: Weights, name: str, x: Tensor) -> Tensor:
-    """RMSNorm that multiplies by its weight in fp32."""
-    return rowwise.rms_norm(x, w[f"{name}.weight"].float(), spec.eps)
-
-
 def attention(spec: GptOssSpec, w: Weights, hidden: Tensor, positions: Positions | None, attend: Attend) -> Tensor:
-    return parts.attention(spec, w, norm(spec, w, "attn_norm", hidden), positions, attend).add_(hidden)
+    x = widened_rms_norm(w, "attn_norm", hidden, spec.eps)
+    return parts.attention(spec, w, x, positions, attend).add_(hidden)
 
 
 def route(spec: GptOssSpec, w: Weights, hidden: Tensor) -> tuple[Tensor, Routing]:
-    x = norm(spec, w, "mlp_norm", hidden)
+    x = widened_rms_norm(w, "mlp_norm", hidden, spec.eps)
     largest, ids = project(w, "router", x).float().topk(spec.active, -1)
     return x, Routing(ids, largest.softmax(-1))
 
@@ -108,4 +103,4 @@ def expert(spec: GptOssSpec, w: Weights, x: Tensor) -> Tensor:
 
 
 def logits(spec: GptOssSpec, w: Weights, hidden: Tensor) -> Tensor:
-    return project(w, "head", norm(spec, w, "final_norm", hidden))
+    return project(w, "head", widened_rms_norm(w, "final_norm", hidden, spec.eps))

@@ -55,6 +55,16 @@ def centred_rms_norm(w: Weights, name: str, x: Tensor, eps: float) -> Tensor:
     return rowwise.rms_norm(x, w[f"{name}.weight"].float() + 1, eps)
 
 
+def widened_rms_norm(w: Weights, name: str, x: Tensor, eps: float) -> Tensor:
+    """RMSNorm that multiplies by its weight in fp32."""
+    return rowwise.rms_norm(x, w[f"{name}.weight"].float(), eps)
+
+
+def plain_rms_norm(x: Tensor, eps: float) -> Tensor:
+    """RMSNorm without a weight."""
+    return rowwise.rms_norm(x, torch.ones(x.shape[-1], device=x.device), eps)
+
+
 def attention(
     spec: ModelSpec, w: Weights, x: Tensor, positions: Positions | None, attend: Attend, norm: Norm | None = None
 ) -> Tensor:
@@ -92,11 +102,13 @@ def mlp(spec: ModelSpec, w: Weights, x: Tensor) -> Tensor:
 
 def route(spec: ModelSpec, w: Weights, x: Tensor, renormalises: bool) -> Routing:
     """The experts of each token of x (N, E): those with the largest share of a softmax over all of them in fp32. With
-    `renormalises` their weights add up to 1."""
+    `renormalises` their weights add up to 1. They are multiplied by the expert's own factor if there are such."""
     shares = torch.softmax(project(w, "router", x), -1, dtype=torch.float32)
     weights, ids = shares.topk(spec.active, -1)
     if renormalises:
         weights = weights / weights.sum(-1, keepdim=True)
+    if "router.factors" in w:
+        weights = weights * w["router.factors"][ids]
     return Routing(ids, weights)
 
 

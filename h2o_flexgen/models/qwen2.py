@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable
 from dataclasses import replace
 
 from h2o_flexgen.models import llama
@@ -22,12 +24,13 @@ SIZES = {
 }
 
 
-def windows(config: Config) -> list[int | None]:
-    """The sliding window of each layer of a Qwen config."""
+def windows(config: Config, slides: Callable[[int, int], bool] = operator.ge) -> list[int | None]:
+    """The sliding window of each layer of a Qwen config. `slides`: whether a layer has one, given its index and
+    `max_window_layers`, where the config does not say."""
     if not config.flag("use_sliding_window", False):
         return [None] * config.size("num_hidden_layers", most=MOST_LAYERS)
     full = config.size("max_window_layers", 28, least=0)
-    types = config.layer_types(lambda layer: layer >= full)
+    types = config.layer_types(lambda layer: slides(layer, full))
     window = config.window(4096) if SLIDING in types else None
     return [window if kind == SLIDING else None for kind in types]
 

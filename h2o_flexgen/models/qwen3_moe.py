@@ -29,19 +29,18 @@ class Qwen3MoeSpec(LlamaSpec):
     dense: frozenset[int] = frozenset()  # layers with an MLP instead of experts
 
 
-def spec(config: Config) -> Qwen3MoeSpec:
-    experts = config.size("num_experts", config.size("num_local_experts", 128, least=0), least=0)
+def qwen_moe_spec(config: Config, experts: int, active: int, inner: int, **changes) -> Qwen3MoeSpec:
+    """The spec of a Qwen with experts. `experts`, `active` and `inner` are the family's defaults; `changes` as in
+    `llama.spec`."""
+    experts = config.size("num_experts", config.size("num_local_experts", experts, least=0), least=0)
     found = llama.spec(
         config,
-        kv_heads=4,
         default_positions=32768,
         eos=config.tokens("eos_token_id"),
-        window=config.window(4096) if config.flag("use_sliding_window", False) else None,
-        model_type="qwen3_moe",
-        head_norms=True,
         experts=experts,
-        active=config.active("num_experts_per_tok", 8, experts),
-        expert_inner=config.size("moe_intermediate_size", 768),
+        active=config.active("num_experts_per_tok", active, experts),
+        expert_inner=config.size("moe_intermediate_size", inner),
+        **changes,
     )
     step = config.size("decoder_sparse_step", 1)
     only = config.tokens("mlp_only_layers")
@@ -50,6 +49,11 @@ def spec(config: Config) -> Qwen3MoeSpec:
         renormalises=config.flag("norm_topk_prob", False),
         dense=frozenset(n for n in range(found.layers) if n in only or not experts or (n + 1) % step),
     )
+
+
+def spec(config: Config) -> Qwen3MoeSpec:
+    window = config.window(4096) if config.flag("use_sliding_window", False) else None
+    return qwen_moe_spec(config, 128, 8, 768, model_type="qwen3_moe", kv_heads=4, window=window, head_norms=True)
 
 
 def named() -> dict[str, dict]:

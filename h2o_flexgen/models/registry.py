@@ -14,10 +14,10 @@ from h2o_flexgen.models.spec import Config, ModelSpec, shortened
 from h2o_flexgen.utils.files import check_small, read_json
 
 #: `model_type` of every family, each a module of this package
-FAMILIES = ("opt", "llama", "mistral", "qwen2", "qwen3", "gpt_neox", "gemma2", "gemma3_text", "phi3")
-FAMILIES += ("qwen3_moe", "mixtral", "gpt_oss")
+FAMILIES = ("opt", "llama", "mistral", "qwen2", "qwen3", "gpt_neox", "gemma2", "gemma3_text", "gemma4_text", "phi3")
+FAMILIES += ("qwen2_moe", "qwen3_moe", "mixtral", "gpt_oss")
 #: `model_type` of models of several kinds of input, whose config holds that of their text model -> its family
-MULTIMODAL = {"gemma3": "gemma3_text"}
+MULTIMODAL = {"gemma3": "gemma3_text", "gemma4": "gemma4_text"}
 #: types of weights that a job can compute in
 STORED_DTYPES = ("float16", "bfloat16", "float32")
 #: those of families whose published configs name none

@@ -23,11 +23,14 @@ TYPES = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor",),
     "longrope": (),
+    "proportional": (),
 }
 #: other names of types
 ALIASES = {"su": "longrope"}
 #: types whose frequencies depend on the length of the text
 BY_LENGTH = ("dynamic", "longrope")
+#: types that stretch the trained positions by a factor
+STRETCHED = ("linear", "dynamic", "yarn")
 ORIGINAL = "original_max_position_embeddings"
 #: the most tokens whose cos and sin are kept for the next layers: enough for a decode step
 KEPT_TOKENS = 128
@@ -56,14 +59,10 @@ def read_rope(
     if not isinstance(data, dict):
         raise config.error(f"rope_scaling must be an object, not {shortened(data)}")
     given = Config(data, f"{config.where}, RoPE")
-    type_ = given.text("rope_type", given.text("type", "default"))
-    type_ = ALIASES.get(type_, type_)
-    if type_ not in TYPES:
-        raise config.error(f"the RoPE type {shortened(type_)} is not supported; known: {', '.join(TYPES)}")
-    for key in TYPES[type_]:
-        given.number(key)
+    type_ = _type(config, given)
     positions = config.size("max_position_embeddings", positions)
-    dim = head_dim if partial is None else int(head_dim * given.number("partial_rotary_factor", partial))
+    whole = partial is None or type_ == "proportional"
+    dim = head_dim if whole else int(head_dim * given.number("partial_rotary_factor", partial))
     if not 0 < dim <= head_dim or dim % 2:
         raise config.error(f"RoPE cannot rotate {dim} of {head_dim} elements of a head")
     scaling = {k: v for k, v in data.items() if k not in ("rope_type", "type", "rope_theta", "partial_rotary_factor")}
@@ -72,7 +71,9 @@ def read_rope(
         original = scaling[ORIGINAL] = config.size(ORIGINAL, given.size(ORIGINAL, positions))
     if type_ == "longrope":
         scaling |= _longrope(given, dim, positions, original)
-    longest = positions if type_ in ("default", "llama3", "longrope") else int(given.number("factor") * original)
+    if type_ == "proportional":
+        scaling |= _proportional(given, partial)
+    longest = int(given.number("factor") * original) if type_ in STRETCHED else positions
     theta = given.number("rope_theta", config.number(theta_key, theta))
     try:
         rope = Rope(type_, theta, dim, positions, tuple(sorted(scaling.items())))
@@ -85,6 +86,17 @@ def read_rope(
     return rope, max(positions, longest)
 
 
+def _type(config: Config, given: Config) -> str:
+    """The type of RoPE that is `given`, whose parameters are numbers."""
+    type_ = given.text("rope_type", given.text("type", "default"))
+    type_ = ALIASES.get(type_, type_)
+    if type_ not in TYPES:
+        raise config.error(f"the RoPE type {shortened(type_)} is not supported; known: {', '.join(TYPES)}")
+    for key in TYPES[type_]:
+        given.number(key)
+    return type_
+
+
 def _longrope(given: Config, dim: int, positions: int, original: int) -> dict:
     """The parameters of LongRoPE (arXiv 2402.13753): divisors of each frequency, for texts up to the `original` length
     and for longer ones, and a factor of the rotated vectors, which versions of transformers derive differently."""
@@ -92,6 +104,15 @@ def _longrope(given: Config, dim: int, positions: int, original: int) -> dict:
     stretch = 1.0 if factor <= 1 or original == 1 else math.sqrt(1 + math.log(factor) / math.log(original))
     found = {name: given.numbers(name, dim // 2) for name in ("short_factor", "long_factor")}
     return found | {"attention_factor": given.number("attention_factor", stretch)}
+
+
+def _proportional(given: Config, partial: float | None) -> dict:
+    """The parameters of Gemma 4's RoPE: the share of a whole head's pairs that are rotated, and a divisor of the
+    frequencies. `partial`: as for `read_rope`."""
+    share = given.number("partial_rotary_factor", partial or 1.0)
+    if share > 1:
+        raise given.error(f"{share} of a head cannot be rotated (partial_rotary_factor)")
+    return {"partial_rotary_factor": share, "factor": given.number("factor", 1.0)}
 
 
 @lru_cache(maxsize=64)
@@ -105,6 +126,11 @@ def frequencies(rope: Rope, length: int) -> tuple[Tensor, float]:
         scaling = dict(rope.scaling)
         divisors = scaling["long_factor" if length > scaling[ORIGINAL] else "short_factor"]
         return 1.0 / (torch.tensor(divisors) * powers), scaling["attention_factor"]
+    if rope.type == "proportional":  # which older versions of transformers do not know
+        scaling = dict(rope.scaling)
+        each = 1.0 / powers
+        each[int(scaling["partial_rotary_factor"] * rope.dim // 2) :] = 0  # the other pairs stay as they are
+        return each / scaling["factor"], 1.0
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     parameters = {"rope_type": rope.type, "rope_theta": rope.theta, **dict(rope.scaling)}

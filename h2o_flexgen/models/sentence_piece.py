@@ -65,13 +65,15 @@ def read_pieces(path: Path, scheme: str) -> tuple[Tokenizer, dict[str, str]]:
     ids = {"bos_token": trainer.bos_id, "eos_token": trainer.eos_id, "unk_token": trainer.unk_id}
     special = {name: tokens[token] for name, token in ids.items() if token >= 0}
     scheme = scheme if normalizer.add_dummy_prefix else "never"
-    tokenizer = pieces_tokenizer(tokens, scores, special.get("unk_token"), scheme)
+    numbers = {text: token for token, text in enumerate(tokens)}
+    merges = merges_by_score(numbers, scores)
+    tokenizer = pieces_tokenizer(numbers, merges, special.get("unk_token"), scheme)
     add_tokens(tokenizer, tokens, kinds, lambda token: is_control(kinds[token]))
     return tokenizer, special
 
 
-def pieces_tokenizer(tokens: list[str], scores: list[float], unknown: str | None, scheme: str) -> Tokenizer:
-    """A tokenizer that merges pairs of pieces in the order of the results' scores.
+def pieces_tokenizer(ids: dict[str, int], merges: list[tuple[str, str]], unknown: str | None, scheme: str) -> Tokenizer:
+    """A tokenizer that merges pairs of pieces in this order.
 
     Args:
         scheme: where a blank is inserted: "first": before a text that does not begin with one; "always": before each
@@ -79,8 +81,6 @@ def pieces_tokenizer(tokens: list[str], scores: list[float], unknown: str | None
     """
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-    ids = {text: token for token, text in enumerate(tokens)}
-    merges = merges_by_score(ids, scores)
     tokenizer = Tokenizer(models.BPE(ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     if scheme == "first":
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(BLANK, scheme, split=False)

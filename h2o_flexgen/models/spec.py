@@ -32,9 +32,9 @@ Tensors = dict[str, tuple[str, tuple[int, ...]]]
 class Rope:
     """The rotary position embeddings of a head (RoFormer, arXiv 2104.09864)."""
 
-    type: str  # "default", "linear", "dynamic", "llama3", "yarn" or "longrope", as in transformers
+    type: str  # "default", "linear", "dynamic", "llama3", "yarn", "longrope" or "proportional", as in transformers
     theta: float  # the base of the frequencies
-    dim: int  # elements of a head that are rotated (all, unless rotation is partial)
+    dim: int  # elements of a head that are rotated (all, unless rotation is partial; some by 0 if it is proportional)
     positions: int  # `max_position_embeddings` of the config
     scaling: tuple[tuple[str, object], ...] = ()  # parameters of the type, by transformers' names
 
@@ -63,6 +63,7 @@ class ModelSpec:
     experts: int = 0  # of a layer with a mixture of experts
     active: int = 0  # experts that a token goes through
     expert_inner: int = 0  # width of an expert
+    shared_inner: int = 0  # width of the expert that all tokens go through
     kinds: tuple[ModelSpec, ...] = ()  # of layers, if they differ: in window, RoPE, heads
     pattern: tuple[int, ...] = ()  # which of `kinds` each layer is
 
@@ -121,7 +122,7 @@ def of_layers(layers: Sequence[ModelSpec]) -> ModelSpec:
 
 @dataclass(frozen=True)
 class Unit:
-    """Tensors that are staged and used together: a layer, or a group of its experts."""
+    """Tensors that are staged and used together: a layer, a group of its experts, or what is before or after these."""
 
     streamed: Tensors = field(default_factory=dict)  # needed whole
     gathered: Tensors = field(default_factory=dict)  # needed row by row
@@ -145,20 +146,23 @@ class Layer:
         streamed, gathered: as of a `Unit`; without those of experts.
         expert: the tensors of one expert, with {} in their names for its number.
         experts: how many there are.
+        after: tensors that are needed after the experts.
     """
 
     streamed: Tensors = field(default_factory=dict)
     gathered: Tensors = field(default_factory=dict)
     expert: Tensors = field(default_factory=dict)
     experts: int = 0
+    after: Tensors = field(default_factory=dict)
 
     @cached_property
     def units(self) -> list[Unit]:
-        """The layer without its experts, then its experts in groups of up to GROUP_ELEMENTS elements."""
+        """The layer up to its experts, these in groups of up to GROUP_ELEMENTS elements, and what comes after them."""
         each = sum(prod(shape) for _, shape in self.expert.values())
         size = max(1, GROUP_ELEMENTS // max(1, each))
         groups = [range(begin, min(begin + size, self.experts)) for begin in range(0, self.experts, size)]
-        return [Unit(self.streamed, self.gathered), *(Unit(self._stacked(group), {}, group) for group in groups)]
+        stacked = [Unit(self._stacked(group), {}, group) for group in groups]
+        return [Unit(self.streamed, self.gathered), *stacked, *([Unit(self.after)] if self.after else [])]
 
     def _stacked(self, group: range) -> Tensors:
         """The tensors of some experts, below each other."""
@@ -174,7 +178,8 @@ class Layer:
     @property
     def compressible(self) -> dict[str, tuple[int, ...]]:
         """`shapes` of the tensors that may be kept in fewer bits: all but a router's, which decide too much."""
-        routers = {name for short, (name, _) in self.streamed.items() if short.startswith(ROUTER)}
+        whole = (self.streamed | self.after).items()
+        routers = {name for short, (name, _) in whole if short.startswith(ROUTER)}
         return {name: shape for name, shape in self.shapes.items() if name not in routers}
 
     @cached_property
@@ -259,7 +264,7 @@ class Config:
         """Tokens of the sliding window; None for null."""
         return None if self.data.get("sliding_window", default) is None else self.size("sliding_window", default)
 
-    def active(self, key: str, default: int, experts: int) -> int:
+    def active(self, key: str, default: int | None, experts: int) -> int:
         """How many of `experts` experts a token goes through."""
         count = self.size(key, default)
         if count > experts > 0:

@@ -49,9 +49,15 @@ def prefill_workspace(shapes: Shapes, tokens: int, longest: int, cached_len: int
 def _mlp_bytes(shapes: Shapes, tokens: int) -> int:
     """Hidden states, their norm and the sum, inner tensors, and what the matmuls take."""
     spec = shapes.spec
-    inner = max(spec.inner, spec.expert_inner) * (_INNER_TENSORS.get(spec.activation, 4) + spec.gated)
+    inner = _inner(shapes) * (_INNER_TENSORS.get(spec.activation, 4) + spec.gated)
     matmul = max(_widened_bytes(shapes, tokens), _int8_bytes(shapes, tokens))
     return tokens * (3 * spec.hidden + inner) * shapes.itemsize + matmul
+
+
+def _inner(shapes: Shapes) -> int:
+    """The width of the widest MLP or expert."""
+    spec = shapes.spec
+    return max(spec.inner, spec.expert_inner, spec.shared_inner)
 
 
 def _routing_bytes(shapes: Shapes, tokens: int) -> int:
@@ -138,7 +144,7 @@ def _rotating(shapes: Shapes) -> int:
 
 def _widened_bytes(shapes: Shapes, rows: int) -> int:
     """Rows of x, and slices of the weight and of the result, that a matmul on the CPU widens to fp32 at once."""
-    widest = max(shapes.spec.inner, shapes.spec.hidden)
+    widest = max(_inner(shapes), shapes.spec.hidden)
     return (min(rows, WIDEN_ROWS) * widest * 4 + 2 * WIDEN_BYTES) * shapes.may_widen
 
 
@@ -204,7 +210,7 @@ def _decode_attention_bytes(shapes: Shapes, batch: int, rows: int, slots: int) -
     """Hidden states, inner tensors, queries, keys and values of `rows`, and attention over up to `slots` slots."""
     spec = shapes.spec
     size = shapes.itemsize
-    inner = max(spec.inner, spec.expert_inner) * (2 + spec.gated)
+    inner = _inner(shapes) * (2 + spec.gated)
     tensors = rows * (4 * spec.hidden + 2 * spec.query_width + 2 * spec.kv_width + inner) * size
     # logits and probabilities; in fp32 also what slots receive, and what a rule compares
     attention = batch * spec.heads * slots * (4 * 4 + 2 * size)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.formats import Dense, Format, Quantised, convert
-from h2o_flexgen.formats.forms import names_of
+from h2o_flexgen.formats.forms import experts_of, names_of
 from h2o_flexgen.machine.device import as_numpy
 from h2o_flexgen.models.folder import describe_choice, describe_unreadable, weight_files
 from h2o_flexgen.models.gguf import in_place, is_gguf
@@ -114,8 +114,6 @@ class Checkpoint:
         """Read the matrices that a method quantised, or arranged, from a copy likewise, with the same codes and scales.
         Raises UserError for tensors that contradict the config or are broken, or lack of space."""
         self._is_fused = method.is_fused
-        if self._is_fused:
-            self._check_experts(layers)
         matrices = find_matrices(self, method, shapes_of(layers))
         if not matrices:
             return
@@ -139,7 +137,7 @@ class Checkpoint:
                 floats[0].name,
             )
 
-    def _check_experts(self, layers: Seq[Layer]) -> None:
+    def check_experts(self, layers: Seq[Layer]) -> None:
         """Raises UserError for a tensor of another number of experts than a layer has."""
         experts = max(layer.experts for layer in layers)
         for name, stored in self.tensors.items():
@@ -183,14 +181,23 @@ class Checkpoint:
         for missing in range(min(3, len(modules) - 1)):  # a module and its parameter remain
             if stored := self.tensors.get(".".join(modules[missing:])):
                 return stored
-        place = place_of(name) if self._is_fused else None
+        if not self._is_fused:
+            return self._of_stack(name)
+        place = place_of(name)
         stored = place and self._find(place.name)
         return stored and place.of(stored)
+
+    def _of_stack(self, name: str) -> Stored | None:
+        """A range of a layer's experts, in a file that has them all below each other."""
+        stack, experts = stack_of(name)
+        stored = self._find(stack) if experts else None
+        return stored and stored.entries(experts)
 
     def name_in_file(self, name: str) -> str:
         """The name of the tensor that a full name means."""
         place = place_of(name) if self._is_fused and name not in self.tensors else None
-        return place.name if place else name
+        stack, _ = stack_of(name)
+        return place.name if place else stack if stack in self.tensors else name
 
     def check(self, needed: dict[str, tuple[int, ...]]) -> None:
         """Raises UserError unless the checkpoint has every tensor in its shape."""
@@ -267,6 +274,13 @@ def tensors_of(path: Path) -> dict[str, Stored]:
         form = Dense(DTYPES[dtype]) if dtype in DTYPES else dtype
         found[name] = Stored(file, 8 + length + entry["data_offsets"][0], tuple(entry["shape"]), form)
     return found
+
+
+def stack_of(name: str) -> tuple[str, range]:
+    """The name of the tensor with all experts of a layer, given that of a range of them, and these; none without a
+    range."""
+    template, experts = experts_of(name)
+    return (template.replace(".{}", "").removesuffix(".weight") if experts else name), experts
 
 
 def as_format(stored: Stored | None, form: Format, shape: tuple[int, ...]) -> Stored | None:

@@ -26,6 +26,8 @@ from h2o_flexgen.utils.progress import bar
 STD = 0.02
 #: random elements that all tensors share, since drawing 60 GB of them would take many minutes
 POOL = 1 << 22
+#: ends of the names of vectors that something is multiplied by
+FACTORS = (".weight", "scale", "scalar")
 
 
 class DummyCheckpoint:
@@ -75,8 +77,8 @@ class DummyCheckpoint:
             out.raw.copy_(self._encoded(name))
             return
         flat = out.view(-1)
-        if out.dim() == 1:  # a norm's weight, or a bias
-            flat.fill_(1.0 if name.endswith(".weight") else 0.0)
+        if out.dim() == 1:  # a norm's weight or another factor, or a bias
+            flat.fill_(1.0 if name.endswith(FACTORS) else 0.0)
             return
         for at, part in self._parts(name):
             flat[at : at + len(part)].copy_(part)

@@ -60,6 +60,13 @@ class Stored:
         dtype = CODES.get(self.format, torch.uint8) if isinstance(self.format, str) else self.dtype
         return replace(self, offset=self.offset + n * prod(shape) * dtype.itemsize, shape=shape)
 
+    def entries(self, numbers: range) -> Stored | None:
+        """Of a tensor of floats some of its matrices, as one; None if it has not so many."""
+        if len(self.shape) != 3 or numbers.stop > self.shape[0]:
+            return None
+        height, width = self.shape[1:]
+        return replace(self.entry(numbers.start), shape=(len(numbers) * height, width))
+
     def rows(self, begin: int, count: int) -> Stored:
         """Some rows of a matrix without heads."""
         arrays = self.format.arrays(self.shape)

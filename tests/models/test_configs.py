@@ -31,7 +31,9 @@ from h2o_flexgen.models.rope import TYPES, Positions, rotation
 from h2o_flexgen.models.spec import ModelSpec
 
 LLAMA = dict(vocab_size=50, hidden_size=512, num_hidden_layers=2, intermediate_size=40, num_attention_heads=32)
-GEMMAS = ("gemma2", "gemma3_text")
+GEMMAS = ("gemma2", "gemma3_text", "gemma4_text")
+#: keys without which a config is of a model that is not supported
+ALWAYS = {"gemma4_text": {"hidden_size_per_layer_input": 0}}
 #: the keys that a family needs
 GOOD = dict.fromkeys(zoo.VARIANTS, LLAMA) | {
     "opt": dict(
@@ -44,13 +46,13 @@ GOOD = dict.fromkeys(zoo.VARIANTS, LLAMA) | {
     ),
     **dict.fromkeys(GEMMAS, dict(hidden_size=512, num_hidden_layers=6, intermediate_size=40)),
 }
-WITH_ROPE = [model_type for model_type in GOOD if model_type != "opt"]
+WITH_ROPE = [model_type for model_type in GOOD if model_type not in ("opt", "gemma4_text")]
 #: a tied variant of each family
 TIED = {zoo.FAMILY[name]: name for name, config in zoo.CONFIGS.items() if config.get("tie_word_embeddings")}
 
 
 def config_of(model_type, **changes):
-    return {"model_type": model_type, **copy.deepcopy(GOOD[model_type]), **changes}
+    return {"model_type": model_type, **copy.deepcopy(GOOD[model_type]), **ALWAYS.get(model_type, {}), **changes}
 
 
 def transformers_config(config):
@@ -97,6 +99,11 @@ OWN_PAIRS = {
     "gpt_neox": {"eps": "layer_norm_eps", "bias": "attention_bias", "parallel": "use_parallel_residual"},
     "gemma2": GEMMA_PAIRS | {"cap": "attn_logit_softcapping"},
     "gemma3_text": GEMMA_PAIRS,
+    "gemma4_text": GEMMA_PAIRS,
+    "qwen2_moe": LLAMA_PAIRS
+    | {"qkv_bias": "qkv_bias", "experts": "num_experts", "active": "num_experts_per_tok"}
+    | {"expert_inner": "moe_intermediate_size", "shared_inner": "shared_expert_intermediate_size"}
+    | {"renormalises": "norm_topk_prob"},
     "phi3": {"eps": "rms_norm_eps", "window": "sliding_window"},
     "gpt_oss": LLAMA_PAIRS
     | {"qkv_bias": "attention_bias", "out_bias": "attention_bias", "alpha": "swiglu_alpha", "limit": "swiglu_limit"}
@@ -113,8 +120,11 @@ def assert_means(spec, config):
         assert getattr(spec, ours) == getattr(config, theirs), ours
     eos = config.eos_token_id
     assert spec.eos == (frozenset() if eos is None else {eos} if isinstance(eos, int) else set(eos))
-    assert spec.kv_heads == (getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
-    assert spec.head_dim == (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    for layer in range(spec.layers):
+        own = config.per_layer_config[layer] if model_type == "gemma4_text" else config
+        heads = config.num_attention_heads
+        assert spec.at(layer).kv_heads == (getattr(own, "num_key_value_heads", None) or heads)
+        assert spec.at(layer).head_dim == (getattr(own, "head_dim", None) or config.hidden_size // heads)
     if model_type == "opt":
         assert spec.final_norm == (config.do_layer_norm_before and not config._remove_final_layer_norm)
         return
@@ -123,14 +133,25 @@ def assert_means(spec, config):
         assert_rotates(spec.at(layer), config, config.rope_parameters.get(kind, config.rope_parameters))
         if kind is not None:
             assert spec.at(layer).window == (config.sliding_window if kind == "sliding_attention" else None)
-    if model_type in GEMMAS:
+    if model_type == "gemma4_text":
+        assert spec.scale == 1 and spec.experts == (config.num_experts if config.enable_moe_block else 0)
+        assert (spec.active, spec.expert_inner) == (
+            (config.top_k_experts, config.moe_intermediate_size) if spec.experts else (0, 0)
+        )
+        for layer, kind in enumerate(types):
+            assert spec.at(layer).values_are_keys == (config.attention_k_eq_v and kind == "full_attention")
+    elif model_type in GEMMAS:
         assert spec.scale == config.query_pre_attn_scalar**-0.5 and spec.head_norms == (model_type == "gemma3_text")
 
 
 def assert_rotates(spec, config, given):
     """The RoPE of a layer agrees with transformers' parameters `given`."""
     given = dict(given)
-    partial = given.pop("partial_rotary_factor", 1.0)
+    if given["rope_type"] == "proportional":
+        given = {"partial_rotary_factor": 1.0, "factor": 1.0} | given
+        partial = 1.0
+    else:
+        partial = given.pop("partial_rotary_factor", 1.0)
     assert spec.rope.type == given.pop("rope_type")
     assert spec.rope.theta == given.pop("rope_theta")
     assert spec.rope.dim == int(spec.head_dim * partial)
@@ -255,6 +276,43 @@ def test_what_gemma_3_cannot_have_is_refused(changes, says):
     assert says in refusal(config_of("gemma3_text", **changes))
 
 
+GEMMA4 = dict(model_type="gemma4_text", **GOOD["gemma4_text"], **ALWAYS["gemma4_text"])
+
+
+@pytest.mark.parametrize(
+    "changes, says",
+    [
+        (dict(hidden_size_per_layer_input=None), "embeddings for each layer"),
+        (dict(hidden_size_per_layer_input=256), "embeddings for each layer"),
+        (dict(num_kv_shared_layers=2), "layers that share keys and values"),
+        (dict(use_bidirectional_attention="all"), "attention to later tokens"),
+        (dict(global_head_dim=0), "global_head_dim must be a whole number"),
+        (dict(attention_k_eq_v="yes"), "attention_k_eq_v must be true or false"),
+        (dict(attention_k_eq_v=True, num_global_key_value_heads=3), "not divisible by num_key_value_heads 3"),
+        (dict(enable_moe_block=1), "enable_moe_block must be true or false"),
+        (dict(enable_moe_block=True), "num_experts must be a whole number"),
+        (dict(per_layer_config=[1]), "per_layer_config must hold objects with head_dim and num_key_value_heads"),
+        (dict(per_layer_config={"5": {"sliding_window": 3}}), "per_layer_config must hold objects"),
+        (dict(per_layer_config={"5": {"head_dim": 7}}), "RoPE cannot rotate 7"),
+        (dict(rope_parameters={"full_attention": 3}), "must hold objects"),
+        (
+            dict(rope_parameters={"full_attention": {"rope_type": "proportional", "partial_rotary_factor": 1.5}}),
+            "1.5 of a head cannot be rotated",
+        ),
+    ],
+)
+def test_what_gemma_4_cannot_have_is_refused(changes, says):
+    assert says in refusal(GEMMA4 | changes)
+
+
+def test_a_multimodal_gemma_4_in_the_spelling_of_published_configs():
+    text = GEMMA4 | dict(global_head_dim=64, head_dim=32, num_global_key_value_heads=2, attention_k_eq_v=True)
+    found = spec_of({"model_type": "gemma4", "eos_token_id": [1, 106], "text_config": text, "vision_config": {}})
+    assert [(kind.head_dim, kind.kv_heads, kind.window) for kind in found.kinds] == [(32, 4, 512), (64, 2, None)]
+    assert found.eos == {1, 106}
+    assert_means(replace(found, eos=frozenset({1})), transformers_config(text))
+
+
 # two spellings of RoPE
 
 SCALINGS = {
@@ -269,6 +327,7 @@ SCALINGS = {
     },
     "yarn": {"factor": 4.0, "beta_fast": 16.0, "original_max_position_embeddings": 64},
     "longrope": {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "original_max_position_embeddings": 64},
+    "proportional": {},
 }
 
 
@@ -410,6 +469,8 @@ COUNTS = {
     "mistralai/Mixtral-8x7B-v0.1": 46702792704,
     "mistralai/Mixtral-8x7B-Instruct-v0.1": 46702792704,
     "mistralai/Mixtral-8x22B-v0.1": 140630071296,
+    "Qwen/Qwen1.5-MoE-A2.7B": 14315784192,
+    "Qwen/Qwen1.5-MoE-A2.7B-Chat": 14315784192,
     "Qwen/Qwen3-30B-A3B": 30532122624,
     "openai/gpt-oss-20b": 20914757184,
     "openai/gpt-oss-120b": 116829156672,
@@ -526,7 +587,7 @@ def test_heads_that_do_not_divide_the_hidden_size_are_refused(model_type):
 @pytest.mark.parametrize("model_type", WITH_ROPE)
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
 def test_an_unknown_rope_type_is_refused_with_a_list_of_the_known_ones(model_type, key):
-    for rope_type in ("proportional", "mrope", "", "LINEAR"):
+    for rope_type in ("axial", "mrope", "", "LINEAR"):
         parameters = {"rope_type": rope_type, "factor": 2.0}
         parameters = of_family(model_type, parameters) if key == "rope_parameters" else parameters
         says = refusal(config_of(model_type, **{key: parameters}))
@@ -582,7 +643,10 @@ OTHER_KEYS = (
     "eos_token_id tie_word_embeddings use_parallel_residual sliding_window use_sliding_window max_window_layers "
     "layer_types word_embed_proj_dim do_layer_norm_before quantization_config hidden_activation rope_local_base_freq "
     "query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping sliding_window_pattern partial_rotary_factor "
-    "use_bidirectional_attention swiglu_alpha swiglu_limit num_local_experts num_experts_per_tok"
+    "use_bidirectional_attention swiglu_alpha swiglu_limit num_local_experts num_experts_per_tok num_experts qkv_bias "
+    "hidden_size_per_layer_input num_kv_shared_layers global_head_dim num_global_key_value_heads attention_k_eq_v "
+    "per_layer_config enable_moe_block top_k_experts moe_intermediate_size shared_expert_intermediate_size "
+    "mlp_only_layers decoder_sparse_step norm_topk_prob"
 ).split()
 
 

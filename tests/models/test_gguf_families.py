@@ -1,4 +1,4 @@
-"""GGUF files of families whose config or tensors llama.cpp changes: Gemma 2, Gemma 3, Phi-3 and gpt-oss."""
+"""GGUF files of families whose config or tensors llama.cpp changes: Gemma 2 to 4, Phi-3 and gpt-oss."""
 
 from __future__ import annotations
 
@@ -21,13 +21,15 @@ FILES = {
     "gemma2": ("gemma2", dict(query_pre_attn_scalar=8)),
     "gemma3_text": ("gemma3", dict(query_pre_attn_scalar=8)),
     "gemma3_text_groups_of_3_linear_untied": ("gemma3", dict(query_pre_attn_scalar=10, final_logit_softcapping=None)),
+    "gemma4_text": ("gemma4", dict(global_head_dim=16)),
+    "gemma4_text_experts_and_values_that_are_keys": ("gemma4", dict(global_head_dim=16)),
     "phi3": ("phi3", {}),
     "phi3_groups_of_3_partial_tied_window": ("phi3", {}),
     "phi3_groups_of_8_longrope": ("phi3", dict(hidden_act="silu")),
     "gpt_oss": ("gpt-oss", dict(rope_parameters=YARN)),
 }
 #: those without experts, which have other names where they are stacked
-DENSE = [name for name in FILES if name != "gpt_oss"]
+DENSE = [name for name in FILES if name != "gpt_oss" and "experts" not in name]
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +117,12 @@ def test_the_largest_gemma_scales_attention_by_its_hidden_width(tmp_path, layers
         ("gemma3_text", {"gemma3__attention__sliding_window": "wide"}, "sliding_window must be a whole number"),
         ("gemma3_text", {"gemma3__attention__sliding_window_pattern": [True]}, "layer_types must be a list of 3 times"),
         ("gemma3_text", {"gemma3__rope__dimension_count": 4}, "rotates only a part of each head"),
+        ("gemma4_text", {"gemma4__attention__sliding_window_pattern": [True]}, "pattern has 1 values for 3 layers"),
+        ("gemma4_text", {"gemma4__attention__head_count_kv": [2, 2]}, "head_count_kv has 2 values for 3 layers"),
+        ("gemma4_text", {"gemma4__attention__head_count_kv": 3}, "4 is not divisible by num_key_value_heads 3"),
+        ("gemma4_text", {"gemma4__embedding_length_per_layer_input": 8}, "embeddings for each layer"),
+        ("gemma4_text", {"gemma4__attention__shared_kv_layers": 1}, "layers that share keys and values"),
+        ("gemma4_text", {"gemma4__rope__dimension_count": 4}, "rotates only a part of each head"),
         ("gemma2", {"gemma2__attn_logit_softcapping": -1.0}, "attn_logit_softcapping must be a positive number"),
         ("phi3", {"phi3__rope__dimension_count": 3}, "RoPE cannot rotate 3 of 8"),
         ("phi3", {"phi3__rope__dimension_count": 0}, "rope.dimension_count must be a whole number"),

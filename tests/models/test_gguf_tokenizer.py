@@ -39,6 +39,16 @@ PIECES = {
     "token_type": [UNKNOWN, CONTROL, CONTROL, *[BYTE] * 256, USER_DEFINED, *[NORMAL] * len(WORDS)],
     "scores": [0.0] * 260 + [-float(n) for n in range(len(WORDS))],
 }
+#: pieces in an order of their own, like Gemma 4's
+MERGED = {
+    "model": "gemma4",
+    "tokens": ["<pad>", "<eos>", "<bos>", "<unk>", *PIECES["tokens"][3:], "\n", "\n\n"],
+    "token_type": [CONTROL, CONTROL, CONTROL, UNKNOWN, *PIECES["token_type"][3:], NORMAL, NORMAL],
+    "merges": ["h e", "l l", "▁ he", "ll o", "▁he llo", "▁ w", "\n \n"],
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+    "unknown_token_id": 3,
+}
 
 
 def unpack(folder: Path, metadata: dict, vocab: int = 1000):
@@ -109,6 +119,25 @@ def test_pieces(tmp_path, text, changes, tokens):
     assert tokens_of(tokenizer, text) == tokens
     shown = text.replace("</s>", "").replace("o<tool>w", "o<tool> w").replace("hellohello", "hello hello")
     assert tokenizer.decode(tokenizer(text).input_ids, skip_special_tokens=True) == shown
+
+
+@pytest.mark.parametrize(
+    "text, tokens",
+    [
+        ("hello hello", ["he", "llo", "▁hello"]),
+        (" w", ["▁w"]),
+        ("w\n\n\nw", ["w", "\n\n", "\n", "w"]),
+        ("é", ["<0xC3>", "<0xA9>"]),
+        ("<tool> w", ["<tool>", "▁w"]),
+    ],
+)
+@pytest.mark.parametrize("asked", [None, True, False])
+def test_pieces_that_are_merged_in_an_order_of_their_own(tmp_path, text, tokens, asked):
+    """A text begins with <bos>, whatever a file says."""
+    tokenizer = unpack(tmp_path, MERGED | {"add_bos_token": asked})
+    assert tokens_of(tokenizer, text) == ["<bos>", *tokens]
+    assert tokenizer.decode(tokenizer(text).input_ids, skip_special_tokens=True) == text
+    assert ends_of(tmp_path, tokenizer) == {"<eos>"}
 
 
 def test_impossible_merges_are_ignored(tmp_path):
@@ -196,7 +225,7 @@ def test_every_pre_tokenizer_is_tested():
 @pytest.mark.parametrize(
     "metadata, message",
     [
-        (BYTE_PAIRS | {"model": "t5"}, "no support for GGUF tokenizers of the kind 't5'; known: llama, gpt2"),
+        (BYTE_PAIRS | {"model": "t5"}, "no support for GGUF tokenizers of the kind 't5'; known: llama, gemma4, gpt2"),
         (BYTE_PAIRS | {"model": 7}, "of the kind 7"),
         (BYTE_PAIRS | {"pre": "new-bpe"}, "its pre-tokenizer 'new-bpe' is unknown"),
         (BYTE_PAIRS | {"pre": ["qwen2"]}, "its pre-tokenizer "),

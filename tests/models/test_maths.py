@@ -15,6 +15,7 @@ from transformers.activations import ACT2FN
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 
 from h2o_flexgen.kernels.attention import Softmax, causal_attention
+from h2o_flexgen.models import spec as spec_module
 from h2o_flexgen.models.parts import activation, centred_rms_norm
 from h2o_flexgen.models.registry import family, read_spec
 from h2o_flexgen.models.rope import Positions, rotate_to
@@ -60,11 +61,15 @@ def through(spec, state, layer, hidden, positions, attend):
     for n in range(layer.experts):
         matrices = {short: [state[name.format(n)]] for short, (name, _) in layer.expert.items()}
         routing.add(range(n, n + 1), matrices, partial(maths.expert, spec), x, total)
+    if layer.after:
+        return maths.join(spec, {short: state[name] for short, (name, _) in layer.after.items()}, hidden, x, total)
     return hidden + total
 
 
-def names_of_experts(layer):
-    return {name.format(n): shape for n in range(layer.experts) for name, shape in layer.expert.values()}
+def shapes_of(layer):
+    """{name: shape} of a layer's tensors, of each expert by itself."""
+    experts = {name.format(n): shape for n in range(layer.experts) for name, shape in layer.expert.values()}
+    return experts | spec_module.shapes_of(unit for unit in layer.units if not unit.experts)
 
 
 @pytest.mark.parametrize("name", zoo.CONFIGS)
@@ -72,7 +77,7 @@ def test_layers_name_every_tensor_of_the_checkpoint_in_its_shape(tiny, name):
     model = tiny(name)
     found = {}
     for layer in layers_of(read_spec(model.folder)):
-        for tensor, shape in (layer.units[0].shapes | names_of_experts(layer)).items():
+        for tensor, shape in shapes_of(layer).items():
             assert found.setdefault(tensor, shape) == shape
     assert found == {tensor: tuple(t.shape) for tensor, t in checkpoint(model).items()}
 

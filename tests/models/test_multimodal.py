@@ -16,9 +16,13 @@ VISION = dict(
 )
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory) -> zoo.Tiny:
-    return zoo.build("gemma3_text", tmp_path_factory.mktemp("text"))
+#: model_type of a multimodal checkpoint -> the variant that is its text model
+MODELS = {"gemma3": "gemma3_text", "gemma4": "gemma4_text_experts_and_values_that_are_keys"}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def text(request, tmp_path_factory) -> zoo.Tiny:
+    return zoo.build(MODELS[request.param], tmp_path_factory.mktemp("text"))
 
 
 def multimodal(text: zoo.Tiny, folder, rename) -> zoo.Tiny:
@@ -27,7 +31,8 @@ def multimodal(text: zoo.Tiny, folder, rename) -> zoo.Tiny:
     state = {rename(name): tensor for name, tensor in load_file(text.folder / "model.safetensors").items()}
     state["vision_tower.layers.0.input_layernorm.weight"] = torch.zeros(3)
     save_file(state, folder / "model.safetensors")
-    config = {"model_type": "gemma3", "eos_token_id": [2, 9], "text_config": text.hf.config.to_dict()}
+    model_type = next(model_type for model_type, name in MODELS.items() if name == text.name)
+    config = {"model_type": model_type, "eos_token_id": [2, 9], "text_config": text.hf.config.to_dict()}
     (folder / "config.json").write_text(json.dumps(config))
     return zoo.Tiny(text.name, text.hf, folder)
 
@@ -49,10 +54,13 @@ def test_its_tokens_are_those_of_the_text_model(tmp_path, run, text, spelling):
 
 
 def test_a_checkpoint_that_transformers_writes(tmp_path, run, text):
-    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+    import transformers
 
-    config = Gemma3Config(text_config=text.hf.config.to_dict(), vision_config=VISION, mm_tokens_per_image=4)
-    model = Gemma3ForConditionalGeneration(config).float().eval()
+    of = "Gemma3" if text.name == "gemma3_text" else "Gemma4"
+    vision = VISION if of == "Gemma3" else VISION | dict(num_key_value_heads=2, head_dim=4)
+    config = getattr(transformers, f"{of}Config")(text_config=text.hf.config.to_dict(), vision_config=vision)
+    config.mm_tokens_per_image = 4
+    model = getattr(transformers, f"{of}ForConditionalGeneration")(config).float().eval()
     model.model.language_model.load_state_dict(text.hf.model.state_dict())
     model.tie_weights()
     model.save_pretrained(tmp_path / "model")

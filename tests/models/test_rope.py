@@ -28,7 +28,7 @@ def heads_of(spec, B, T, seed=0):
 def rotary_of(model, layer=0):
     """A new rotary module of a transformers model, as a layer calls it."""
     rotary = fresh_rotary(model.hf)
-    types = model.hf.config.layer_types if zoo.FAMILY[model.name] == "gemma3_text" else None
+    types = model.hf.config.layer_types if model.name in zoo.BY_LAYER else None
     return rotary if types is None else partial(rotary, layer_type=types[layer])
 
 
@@ -50,10 +50,10 @@ def test_each_row_is_rotated_as_transformers_does_it_alone(tiny, name, lengths):
     model = tiny(name)
     T = max(lengths)
     spec = read_spec(model.folder)
-    q, k = heads_of(spec, len(lengths), T)
     positions = torch.stack([torch.arange(T).clamp(max=n - 1) for n in lengths])
-    before = q.clone()
     for layer, (b, n) in product(range(spec.layers), enumerate(lengths)):
+        q, k = heads_of(spec.at(layer), len(lengths), T)
+        before = q.clone()
         rotated = rotated_to(spec.at(layer).rope, positions, q, k)
         assert torch.equal(q, before)
         cos, sin = rotary_of(model, layer)(q, torch.arange(n)[None])

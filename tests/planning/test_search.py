@@ -106,7 +106,7 @@ def test_the_relaxation_counts_no_more_bytes_than_the_plan(job, pair, percent):
         assert nbytes <= plan.needed(tier) + len(plan.items), tier  # items are rounded down
 
 
-@pytest.mark.parametrize("model", ["qwen3-30b-a3b", "mixtral-8x7b"])
+@pytest.mark.parametrize("model", ["qwen3-30b-a3b", "mixtral-8x7b", "qwen2-57b-a14b", "gemma-4-26b-a4b"])
 def test_mixtures_of_experts_stage_a_group_of_experts(model):
     """Not a layer, which may be larger than all RAM."""
     s = search(laptop(), model, prompts=64, prompt_len=32, gpu=8)
