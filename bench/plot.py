@@ -33,17 +33,17 @@ WIDTH = 0.12
 
 def plot_throughput(rows: list[dict]) -> None:
     """Bars of generated tokens/s for every system, grouped by row, under the gain of our best over the best peer."""
-    fig, ax = plt.subplots(figsize=(10, 4.2), layout="constrained")
+    fig, ax = plt.subplots(figsize=(1.4 * len(rows), 4.4), layout="constrained")
     for x, data in enumerate(rows):
         found = best(data)
         rates = {name: found[name][0] for name in COLOURS if name in found}
         positions = [x + (n - (len(rates) - 1) / 2) * WIDTH for n in range(len(rates))]
         bars = ax.bar(positions, rates.values(), WIDTH * 0.92, color=[COLOURS[name] for name in rates])
-        ax.bar_label(bars, [f"{rate:.1f}" for rate in rates.values()], fontsize=8, color="#444444")
+        ax.bar_label(bars, [f"{rate:.1f}" for rate in rates.values()], fontsize=7, color="#444444")
         ours = {"color": COLOURS[QUANTISED], "weight": "bold", "ha": "center"}
         ax.annotate(gain_text(data), (positions[-1], max(rates.values())), (0, 14), textcoords="offset points", **ours)
     labels = [f"{job_text(data['job'])} tokens\nin {ram_text(data)}".replace(", ", "\n") for data in rows]
-    ax.set_xticks(range(len(rows)), labels, fontsize=9)
+    ax.set_xticks(range(len(rows)), labels, fontsize=8)
     ax.set_ylabel("generated tokens per second")
     ax.set_title("Two CPU cores. Bold: the best of ours over the best other system", fontsize=11)
     ax.spines[["top", "right"]].set_visible(False)
