@@ -134,7 +134,7 @@ class Requests:
             for (name, count), most in zip(tokens.items(), self.limits):
                 if count > most:
                     raise UserError(f"{count} tokens are more than the {most} of `{name}` that the job is planned for")
-        return Sequence(output.index, ids, params, key)
+        return Sequence(output.index, ids, params, key, answer_parser=self.model.answer_parser(prompt))
 
 
 def list_each(prompts, params, keys) -> Iterator[tuple[Prompt, SamplingParams, int]]:

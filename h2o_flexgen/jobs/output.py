@@ -237,7 +237,8 @@ def done_row(row: Row, output: RequestOutput, model: str, tokenizer) -> DoneRow:
         return failed_row(row, UserError(output.error))
     done = output.outputs[0]
     found = {"text": done.text, "token_ids": done.token_ids, "finish_reason": done.finish_reason}
-    return DoneRow.of(_begin(row) | found | ({"logprobs": done.logprobs} if row.logprobs else {}))
+    found |= {"logprobs": done.logprobs} if row.logprobs else {}
+    return DoneRow.of(_begin(row) | found | openai.parts_of(done))
 
 
 def failed_row(row: Row, error: UserError) -> DoneRow:

@@ -17,7 +17,7 @@ REFUSALS = [
     ("repetition_penalty", 1.2, "repetition_penalty is not supported"),
     ("min_p", 0.1, "min_p is not supported"),
     ("logit_bias", {"5": 100}, "logit_bias is not supported"),
-    ("tools", [{"type": "function"}], "tools is not supported"),
+    ("tools", [{"type": "function"}], "tools is for messages"),
     ("response_format", {"type": "json_object"}, "response_format is not supported"),
     ("top_logprobs", 5, "top_logprobs is not supported"),
     ("extra_body", {"top_k": 5}, "extra_body is not supported"),

@@ -135,7 +135,7 @@ IMAGE = [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"
 
 #: requests, the parameter that the error names, and what it says
 BAD = [
-    (chat(tools=[{"type": "function"}]), "tools", "tools is not supported"),
+    (chat(tools=[{"type": "function"}]), "tools", 'tool 0 lacks its "function"'),
     (chat(n=2), "n", "n is not supported"),
     (chat(stream=True), "stream", "stream is not"),
     (chat(logprobs=True, top_logprobs=5), "top_logprobs", "top_logprobs is not"),
