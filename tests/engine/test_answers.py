@@ -289,10 +289,13 @@ EVERY = [value for name, value in sorted(vars(templates).items()) if name.isuppe
     ],
 )
 def test_prompts_are_those_of_transformers(template, messages, options):
-    text = ChatTemplate(tokenizer_of(template)).render(Conversation(messages, **options))
     begins = {"add_generation_prompt": not options.get("continue_final_message")}
     plain = [message | {"content": "No"} if isinstance(message["content"], list) else message for message in messages]
-    assert text == tokenizer_of(template).apply_chat_template(plain, tokenize=False, **(begins | options))
+    try:
+        expected = tokenizer_of(template).apply_chat_template(plain, tokenize=False, **(begins | options))
+    except ValueError:  # transformers 4.45 cannot continue a message that the template trims
+        pytest.skip("this version of transformers cannot")
+    assert ChatTemplate(tokenizer_of(template)).render(Conversation(messages, **options)) == expected
 
 
 @pytest.mark.parametrize(
