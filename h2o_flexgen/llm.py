@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from h2o_flexgen.engine.batch import Sequence
-from h2o_flexgen.engine.messages import checked_kwargs, conversations_of
+from h2o_flexgen.engine.messages import Conversation, checked_kwargs, conversations_of
 from h2o_flexgen.engine.model import Prompt
 from h2o_flexgen.engine.observer import Observer, Observers, ProgressBar
 from h2o_flexgen.engine.outputs import OutputCollector, RequestOutput, ScoreOutput, complete, complete_score
@@ -18,6 +18,7 @@ from h2o_flexgen.engine.requests import JobSpec, Requests, admit, list_each, rea
 from h2o_flexgen.engine.runner import Runner
 from h2o_flexgen.engine.sampling import Sampler, TeacherForcing
 from h2o_flexgen.engine.step import LogitsSink
+from h2o_flexgen.engine.tools import checked_tools
 from h2o_flexgen.engine.turns import Turns, in_turn
 from h2o_flexgen.engine_args import EngineArgs, job_planner, load
 from h2o_flexgen.machine.device import open_device
@@ -164,19 +165,36 @@ class LLM:
         conversations: Seq[dict] | Seq[Seq[dict]],
         sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
         *,
-        keys: Seq[int] | None = None,
-        skip_errors: bool = False,
-        on_output: Callable[[RequestOutput], None] | None = None,
         chat_template_kwargs: dict | None = None,
+        tools: Seq[dict] | None = None,
+        continue_final_message: bool = False,
+        add_generation_prompt: bool | None = None,
+        **options,
     ) -> list[RequestOutput]:
         """The model's answer to one conversation or to each of several; otherwise as `generate`.
 
         Args:
             chat_template_kwargs: variables of the chat template, such as {"enable_thinking": False}; they override
                 those of the LLM.
+            tools: functions that the model may call, as OpenAI has them: {"type": "function", "function": {"name",
+                "description", "parameters"}}. Calls are in `tool_calls` of an output.
+            continue_final_message: the model continues the last message, instead of beginning an answer.
+            add_generation_prompt: the prompt ends with the beginning of an answer; default: unless the last message is
+                continued.
+            options: `keys`, `skip_errors` and `on_output` of `generate`.
+
+        Raises:
+            UserError: malformed tools, or a message continued behind the beginning of an answer; for a template without
+                tools, or a last message that it changes, as for any conversation that cannot be run.
         """
-        prompts = conversations_of(conversations, checked_kwargs(chat_template_kwargs))
-        return self.generate(prompts, sampling_params, keys=keys, skip_errors=skip_errors, on_output=on_output)
+        like = Conversation(
+            [],
+            checked_kwargs(chat_template_kwargs),
+            checked_tools(tools),
+            continue_final_message=continue_final_message,
+            add_generation_prompt=add_generation_prompt,
+        )
+        return self.generate(conversations_of(conversations, like), sampling_params, **options)
 
     @in_turn
     def score(

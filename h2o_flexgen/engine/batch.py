@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import torch
 
+from h2o_flexgen.engine.answers import AnswerParser
 from h2o_flexgen.engine.params import SamplingParams
 from h2o_flexgen.engine.prefixes import Node
 from h2o_flexgen.kv_cache.rule import Rows
@@ -37,6 +38,7 @@ class Sequence:
         logprobs: log-probability of each of `tokens`.
         finish_reason: None while it runs; then "length", "stop" or "error".
         text: the output before the stop string that ended it; None if none did.
+        answer_parser: splits the answer to a conversation; None for other texts.
         wanted: the first token of the prompt whose logits are wanted; default: the last one.
         length: tokens that its cache has seen.
         prompt_end: of those, up to the end of the last prompt.
@@ -56,6 +58,7 @@ class Sequence:
     logprobs: list[float] = field(default_factory=list)
     finish_reason: str | None = None
     text: str | None = None
+    answer_parser: AnswerParser | None = None
     wanted: int | None = None
     length: int = 0
     prompt_end: int = 0

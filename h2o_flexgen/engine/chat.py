@@ -1,31 +1,44 @@
 """Chat templates: conversations as the text that a model expects, with nothing left out.
 
-A template is a program. It may read content as a text or as parts, and the arguments of tool calls as an object or as
-JSON, and it silently drops what it does not expect. So messages of each shape are rendered once with marks in place of
-their texts, in one form after the other, until every mark shows in the text.
+A template is a program that silently drops what it does not expect. So the form in which it reads messages of a shape
+is found with probes, once for each shape, and the format in which it writes tool calls, once for all.
 """
 
 from __future__ import annotations
 
 import inspect
-import json
 import logging
 import re
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import product
+from os.path import commonprefix
 
-from h2o_flexgen.engine.messages import Conversation, arguments_json, arguments_object, checked_message, content_text
+from h2o_flexgen.engine.answers import PROBE, AnswerParser, call_format_of, opening_of, reasoning_of
+from h2o_flexgen.engine.message_forms import ARGUMENTS, Form, find_form, shape_of, with_marks
+from h2o_flexgen.engine.messages import Conversation, checked_message
+from h2o_flexgen.engine.tools import ToolsError, names_of
 from h2o_flexgen.errors import UserError, reason
 from h2o_flexgen.models.tokenizer import ANSWER
 
 log = logging.getLogger(__name__)
 
-#: in each part of a probe: if it shows, the template printed the part itself instead of its text
-CANARY = "h2ocanary"
-#: the arguments of a probe's tool calls
-ARGUMENTS = {"h2oname": "h2ovalue"}
-#: how a template prints arguments in the wrong form: as Python, and as JSON within JSON
-WRONG_ARGUMENTS = (str(ARGUMENTS), json.dumps(json.dumps(ARGUMENTS))[1:-1])
+#: shapes of conversations that are remembered
+MOST_SHAPES = 1000
+#: a conversation with a call of the function `PROBE`, for templates that want a result after a call or none; its id is
+#: one that Mistral's accept
+CALLED = [
+    {"role": "user", "content": "?"},
+    {
+        "role": "assistant",
+        "tool_calls": [{"id": "h2ocall00", "type": "function", "function": {"name": PROBE, "arguments": ARGUMENTS}}],
+    },
+    {"role": "tool", "content": "!", "name": PROBE, "tool_call_id": "h2ocall00"},
+]
+PROBE_PARAMETERS = {"type": "object", "properties": {"h2oname": {"type": "string", "description": "h2o"}}}
+PROBE_TOOLS = [
+    {"type": "function", "function": {"name": "h2otool", "description": "h2o", "parameters": PROBE_PARAMETERS}}
+]
 
 
 class ChatTemplate:
@@ -39,6 +52,7 @@ class ChatTemplate:
         self.tokenizer = tokenizer
         self.template_kwargs: dict = {}
         self._forms: dict[tuple, Form] = {}  # by the shape of a conversation
+        self._openings: dict[tuple, str] = {}  # of new answers, likewise
         self._known: set[str] = set()  # names of variables
 
     def set_kwargs(self, template_kwargs: dict) -> None:
@@ -49,24 +63,26 @@ class ChatTemplate:
 
     def render(self, conversation: Conversation) -> str:
         """The text of a conversation, special tokens included, and the beginning of an answer. A last message of the
-        assistant's is not continued, but followed by a new answer.
+        assistant's is followed by a new answer, unless it is to be continued.
 
         Raises:
             UserError: messages of a wrong shape, no tokenizer, no template, or one that refuses the messages or leaves
                 out some of their content. It may leave out earlier messages of the assistant's: many templates drop
                 earlier reasoning.
+            ToolsError: the template leaves out the tools.
         """
-        messages = [checked_message(n, message) for n, message in enumerate(conversation.messages)]
-        if self.tokenizer is None:
-            raise UserError("this model has no tokenizer: give prompt_token_ids instead of messages")
-        if self.tokenizer.chat_template is None:
-            raise UserError("the model has no chat template: give a prompt instead of messages")
-        template_kwargs = self.template_kwargs | conversation.template_kwargs
-        self._check_kwargs(template_kwargs)
-        shape = (*map(_shape, messages), repr(sorted(template_kwargs.items())))
-        if shape not in self._forms:
-            self._forms[shape] = self._find_form(messages, template_kwargs)
-        return self._apply([self._forms[shape].of(message) for message in messages], template_kwargs)
+        ready = self._ready(conversation)
+        return self._apply(ready.messages, ready.options)
+
+    def answer_parser(self, conversation: Conversation) -> AnswerParser | None:
+        """How the answer to a conversation is split; None if the template defines nothing to split. Raises UserError as
+        `render`."""
+        tools = names_of(conversation.tools)
+        calls = self._call_format if tools else None
+        if self._reasoning is None and calls is None:
+            return None
+        opening = "" if self._reasoning is None else self._opening(conversation)
+        return AnswerParser(self._reasoning, opening, calls, tools, conversation.parallel_tool_calls)
 
     def render_next(self, question: str) -> str:
         """The text that the template writes after an answer: its end, the user's next question, and the beginning of
@@ -95,141 +111,106 @@ class ChatTemplate:
         parameters = inspect.signature(self.tokenizer.apply_chat_template).parameters
         return {"messages", "self", *parameters} - {"tools", "documents"}
 
-    def _apply(self, messages: list[dict], template_kwargs: dict) -> str:
-        options = {"add_generation_prompt": True, "tokenize": False}
+    def _ready(self, conversation: Conversation) -> Ready:
+        """What renders a conversation. Raises UserError as `render`."""
+        messages = [checked_message(n, message) for n, message in enumerate(conversation.messages)]
+        if self.tokenizer is None:
+            raise UserError("this model has no tokenizer: give prompt_token_ids instead of messages")
+        if self.tokenizer.chat_template is None:
+            raise UserError("the model has no chat template: give a prompt instead of messages")
+        options = self._options(conversation)
+        if conversation.continue_final_message and "tool_calls" in messages[-1]:
+            raise UserError("continue_final_message: a message with tool calls cannot be continued")
         try:
-            return self.tokenizer.apply_chat_template(messages, **options, **template_kwargs)
+            shape = (*map(shape_of, messages), len(conversation.tools), repr(sorted(options.items())))
+        except RecursionError:
+            raise UserError("the tools or chat_template_kwargs are nested too deeply") from None
+        if shape not in self._forms:
+            # a probe is rendered whole, since what lies behind the text of a message may betray a wrong form
+            form = find_form(messages, partial(self._apply, options=options | {"continue_final_message": False}))
+            if conversation.tools:
+                self._check_tools([form.of(message) for message in messages], options)
+            if len(self._forms) == MOST_SHAPES:  # each row may have tools of its own
+                self._forms.clear()
+                self._openings.clear()
+            self._forms[shape] = form
+        return Ready([self._forms[shape].of(message) for message in messages], options, shape)
+
+    def _options(self, conversation: Conversation) -> dict:
+        """The arguments of apply_chat_template. Raises UserError for variables that the template cannot have."""
+        options = self.template_kwargs | conversation.template_kwargs
+        self._check_kwargs(options)
+        if conversation.tools:
+            if options.get("tools"):
+                raise ToolsError("tools are in chat_template_kwargs too: leave them out there")
+            options["tools"] = list(conversation.tools)
+        if conversation.continue_final_message:
+            options["continue_final_message"] = True
+        return options | {"add_generation_prompt": conversation.begins_answer}
+
+    @cached_property
+    def _reasoning(self) -> str | None:
+        """How the template writes reasoning: `AnswerParser.reasoning`."""
+        return reasoning_of(str(getattr(self.tokenizer, "chat_template", None)))
+
+    @cached_property
+    def _call_format(self) -> str | None:
+        """How the template writes tool calls: `AnswerParser.calls`."""
+        options = {"add_generation_prompt": False, "tools": PROBE_TOOLS}
+        for count, json_arguments in product((len(CALLED), 2), (False, True)):
+            form = Form("given", frozenset(), json_arguments)
+            messages = [form.of(checked_message(n, message)) for n, message in enumerate(CALLED[:count])]
+            try:
+                found = call_format_of(self._apply(messages, options))
+            except UserError:
+                continue
+            if found is not None:
+                return found
+        log.warning("the chat template writes tool calls in a format that is not known: calls stay in the text")
+        return None
+
+    def _opening(self, conversation: Conversation) -> str:
+        """`AnswerParser.opening` of the answer to a conversation."""
+        ready = self._ready(conversation)
+        if conversation.continue_final_message:
+            return opening_of(self._reasoning, self._turn(ready, ready.messages[:-1]))
+        if ready.shape not in self._openings:
+            self._openings[ready.shape] = opening_of(self._reasoning, self._turn(ready, ready.messages))
+        return self._openings[ready.shape]
+
+    def _turn(self, ready: Ready, earlier: list[dict]) -> str:
+        """What a prompt holds behind the text of earlier messages."""
+        text = self._apply(ready.messages, ready.options)
+        options = ready.options | {"add_generation_prompt": False, "continue_final_message": False}
+        try:
+            before = self._apply(earlier, options)
+        except UserError:  # such as no messages at all
+            before = ""
+        return text[len(commonprefix([text, before])) :]
+
+    def _apply(self, messages: list[dict], options: dict) -> str:
+        try:
+            return self.tokenizer.apply_chat_template(messages, tokenize=False, **options)
         except Exception as e:  # a template is a program, and may raise anything
             raise UserError(f"the model's chat template refuses these messages: {reason(e)}") from None
 
-    def _find_form(self, messages: list[dict], template_kwargs: dict) -> Form:
-        """The first form in which the whole content of the messages shows. Raises UserError if there is none."""
-        probes = [_probe(n, message) for n, message in enumerate(messages)]
-        has_calls = any("tool_calls" in message for message in messages)
-        problems = []
-        for json_arguments in (False, True) if has_calls else (False,):
-            lost = frozenset()
-            for content in ("given", "text", "part"):
-                form = Form(content, lost, json_arguments)
-                problem = self._problem(form, probes, template_kwargs)
-                if problem is None:
-                    return form
-                problems.append(problem)
-                lost = problem.roles
-        # a refusal may be due to the form alone; what the best form leaves out is for the user to fix
-        raise UserError(min(problems, key=lambda problem: (problem.is_refusal, len(problem.roles))).text)
-
-    def _problem(self, form: Form, probes: list[Probe], template_kwargs: dict) -> Problem | None:
-        """What the template leaves out of messages in this form; None if it shows everything."""
-        messages = [form.of(probe.message) for probe in probes]
-        in_parts = [n for n, message in enumerate(messages) if isinstance(message["content"], list)]
-        for n in in_parts:
-            messages[n]["content"] = [part | {CANARY: CANARY} for part in messages[n]["content"]]
-        try:
-            text = self._apply(messages, template_kwargs)
-        except UserError as e:
-            return Problem(str(e), frozenset(probe.role for probe in probes), is_refusal=True)
-        needed = _needed(probes)
-        lost = [(what, probe) for what, probe in needed if not probe.shows(what, text)]
-        if CANARY in text:
-            lost += [("content", probes[n]) for n in in_parts]
-        if any(wrong in text for wrong in WRONG_ARGUMENTS):
-            lost += [(what, probe) for what, probe in needed if what == "tool calls"]
-        if not lost:
-            return None
-        what, probe = lost[0]
-        found = f"the model's chat template leaves out the {what} of message {probe.n}, whose role is {probe.role!r}"
-        return Problem(found, frozenset(probe.role for _, probe in lost))
+    def _check_tools(self, messages: list[dict], options: dict) -> None:
+        """Raises ToolsError if the template leaves out the tools of a conversation, or some of them."""
+        marked = [with_marks(tool, {"name": f"h2otool{n}mark"}) for n, tool in enumerate(options["tools"])]
+        text = self._apply(messages, options | {"tools": marked})
+        if not all(name in text for name in names_of(marked)):
+            raise ToolsError("the model's chat template leaves out tools: give none")
 
 
 @dataclass(frozen=True)
-class Form:
-    """The form in which a template reads messages.
+class Ready:
+    """A conversation as the template reads it.
 
     Attributes:
-        content: "given", as the user gave it; "text", one text, with parts joined; "part", a list of one part for
-            `roles`, a text for the others.
-        json_arguments: the arguments of tool calls are JSON, not objects.
+        options: of apply_chat_template.
+        shape: all that the form of the messages depends on.
     """
 
-    content: str
-    roles: frozenset[str]
-    json_arguments: bool
-
-    def of(self, message: dict) -> dict:
-        found = dict(message)
-        if self.content != "given":
-            text = content_text(message["content"])
-            is_part = self.content == "part" and message["role"] in self.roles
-            found["content"] = [{"type": "text", "text": text}] if is_part else text
-        if "tool_calls" in message:
-            found["tool_calls"] = [self._call(call) for call in message["tool_calls"]]
-        return found
-
-    def _call(self, call: dict) -> dict:
-        convert = arguments_json if self.json_arguments else arguments_object
-        function = call["function"]
-        return call | {"function": function | {"arguments": convert(function["arguments"])}}
-
-
-@dataclass(frozen=True)
-class Problem:
-    """Why a template cannot read messages in a form; `roles`: of the messages that it leaves out, all if it refuses."""
-
-    text: str
-    roles: frozenset[str]
-    is_refusal: bool = False
-
-
-@dataclass(frozen=True)
-class Probe:
-    """Message `n` with marks in place of its texts; `marks`: those of its content and of its tool calls."""
-
-    n: int
-    message: dict
-    marks: dict[str, list[str]]
-
-    @property
-    def role(self) -> str:
-        return self.message["role"]
-
-    def shows(self, what: str, text: str) -> bool:
-        return all(mark in text for mark in self.marks[what])
-
-
-def _probe(n: int, message: dict) -> Probe:
-    """Mark the texts of a message. An empty text stays, since nothing of it can be lost."""
-    found = dict(message)
-    marks = {}
-    content = message["content"]
-    if isinstance(content, list):
-        marks["content"] = [f"h2otext{n}x{k}mark" for k in range(len(content))]
-        found["content"] = [part | {"text": mark} for part, mark in zip(content, marks["content"])]
-    elif content:
-        marks["content"] = [f"h2otext{n}mark"]
-        found["content"] = marks["content"][0]
-    if "tool_calls" in message:
-        names = [f"h2ocall{n}x{k}mark" for k in range(len(message["tool_calls"]))]
-        marks["tool calls"] = [*names, *ARGUMENTS.values()]
-        found["tool_calls"] = [_marked_call(call, name) for call, name in zip(message["tool_calls"], names)]
-    return Probe(n, found, marks)
-
-
-def _needed(probes: list[Probe]) -> list[tuple[str, Probe]]:
-    """What must show of each message: everything but the assistant's earlier answers."""
-    needed = {}
-    for probe in probes:
-        for what in probe.marks:
-            needed[what, "assistant" if probe.role == "assistant" else probe.n] = (what, probe)
-    return list(needed.values())
-
-
-def _marked_call(call: dict, name: str) -> dict:
-    return call | {"function": call["function"] | {"name": name, "arguments": ARGUMENTS}}
-
-
-def _shape(message: dict) -> tuple:
-    """All that a template may branch on, apart from the content of texts."""
-    content = message["content"]
-    parts = len(content) if isinstance(content, list) else bool(content)
-    return (message["role"], type(content), parts, len(message.get("tool_calls", ())), *sorted(message))
+    messages: list[dict]
+    options: dict
+    shape: tuple

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from h2o_flexgen.engine.params import list_of
 from h2o_flexgen.errors import UserError
@@ -18,10 +18,31 @@ class Conversation:
         messages: each has a text "role" and a "content": a text, a list of parts {"type": "text", "text": ...}, or,
             with "tool_calls", None. All other keys are passed to the template too.
         template_kwargs: variables of the template, such as {"enable_thinking": False}.
+        tools: functions that the model may call, as from `checked_tools`.
+        parallel_tool_calls: an answer may hold several calls; otherwise only the first is kept.
+        continue_final_message: the last message is left open, and the model continues it.
+        add_generation_prompt: the text ends with the beginning of an answer; default: unless a message is continued.
+
+    Raises:
+        UserError: an answer cannot both begin and continue a message.
     """
 
     messages: Seq[dict]
     template_kwargs: dict = field(default_factory=dict)
+    tools: Seq[dict] = ()
+    parallel_tool_calls: bool = True
+    continue_final_message: bool = False
+    add_generation_prompt: bool | None = None
+
+    def __post_init__(self):
+        if self.continue_final_message and self.add_generation_prompt:
+            raise UserError("continue_final_message and add_generation_prompt cannot both be true: leave one out")
+
+    @property
+    def begins_answer(self) -> bool:
+        """`add_generation_prompt` without its default."""
+        is_given = self.add_generation_prompt is not None
+        return self.add_generation_prompt if is_given else not self.continue_final_message
 
 
 def is_conversation(prompt) -> bool:
@@ -30,11 +51,16 @@ def is_conversation(prompt) -> bool:
     return is_list or isinstance(prompt, Conversation)
 
 
-def conversations_of(given: Seq[dict] | Seq[Seq[dict]], template_kwargs: dict) -> list[Conversation | UserError]:
-    """One conversation, or each of several; an error for those that are not lists of messages."""
+def as_conversation(prompt: Seq[dict] | Conversation) -> Conversation:
+    return prompt if isinstance(prompt, Conversation) else Conversation(prompt)
+
+
+def conversations_of(given: Seq[dict] | Seq[Seq[dict]], options: Conversation) -> list[Conversation | UserError]:
+    """One conversation, or each of several, with what else `options` has; an error for those that are not lists of
+    messages."""
     what = "a conversation is a list of messages, one or more, with role and content"
     several = [given] if is_conversation(given) else list_of(what, given)
-    return [Conversation(each, template_kwargs) if is_conversation(each) else UserError(what) for each in several]
+    return [replace(options, messages=each) if is_conversation(each) else UserError(what) for each in several]
 
 
 def content_text(content: str | list[dict] | None) -> str:

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import torch
 
+from h2o_flexgen.engine.answers import AnswerParser
 from h2o_flexgen.engine.chat import ChatTemplate
-from h2o_flexgen.engine.messages import Conversation, is_conversation
+from h2o_flexgen.engine.messages import Conversation, as_conversation, is_conversation
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.formats import Format, prepare
 from h2o_flexgen.formats.forms import cache_formats, check_compute, compressed
@@ -104,8 +105,7 @@ class LoadedModel:
         if isinstance(prompt, UserError):
             raise prompt
         if is_conversation(prompt):
-            conversation = prompt if isinstance(prompt, Conversation) else Conversation(prompt)
-            ids = self._tokenize(self.chat.render(conversation), begins=False)  # a template writes special tokens
+            ids = self._tokenize(self.chat.render(as_conversation(prompt)), begins=False)  # it has special tokens
         elif isinstance(prompt, str):
             ids = self._tokenize(prompt, begins)
         elif isinstance(prompt, (list, tuple)):
@@ -126,6 +126,10 @@ class LoadedModel:
                     )
                 raise UserError(f"token ids are whole numbers below {self.spec.vocab}, the vocabulary, not {token!r}")
         return list(map(int, ids))
+
+    def answer_parser(self, prompt: Prompt) -> AnswerParser | None:
+        """How the answer to a prompt that `encode` takes is split; None if it is not. Raises UserError as `encode`."""
+        return self.chat.answer_parser(as_conversation(prompt)) if is_conversation(prompt) else None
 
     def encode_next(self, question: str) -> list[int]:
         """Token ids of the text that the chat template writes after an answer. Raises UserError as `encode` and

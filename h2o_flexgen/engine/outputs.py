@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from h2o_flexgen.engine.answers.calls import Answer, ToolCall
 from h2o_flexgen.engine.batch import Sequence
 from h2o_flexgen.engine.observer import Observer
-from h2o_flexgen.engine.stop import decode
+from h2o_flexgen.engine.stop import decode, decode_before, decode_with
 
 
 @dataclass
@@ -21,6 +23,9 @@ class CompletionOutput:
         finish_reason: "length" or "stop" (an end-of-sequence token, one of `stop_token_ids`, a stop string, or the end
             of structured output).
         top_logprobs: for each token {token id: log-probability} of the most likely ones, if `SamplingParams` asks.
+        reasoning_content, tool_calls, content: the parts of an answer to a conversation, where the chat template
+            defines reasoning or tool calls: calls as OpenAI has them, and the text beside both. None for a part that
+            the answer lacks; all are None if `text` is not split. `text` is always whole.
     """
 
     index: int
@@ -29,6 +34,14 @@ class CompletionOutput:
     logprobs: list[float]
     finish_reason: str
     top_logprobs: list[dict[int, float]] | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[dict] | None = None
+    content: str | None = None
+
+    @property
+    def is_split(self) -> bool:
+        """Whether the text has parts."""
+        return (self.reasoning_content, self.tool_calls, self.content) != (None, None, None)
 
 
 @dataclass
@@ -83,15 +96,43 @@ def text_of(s: Sequence, tokenizer) -> str:
     """The output of a sequence as text; empty without a tokenizer."""
     if s.text is not None:
         return s.text
-    shown = s.tokens[:-1] if s.finish_reason == "stop" else s.tokens
-    return "" if tokenizer is None else decode(tokenizer, shown)
+    return "" if tokenizer is None else decode(tokenizer, _shown(s))
 
 
 def completion(s: Sequence, tokenizer, index: int = 0) -> CompletionOutput:
     found = CompletionOutput(index, text_of(s, tokenizer), s.tokens, s.logprobs, s.finish_reason)
     if s.params.top_logprobs:
         found.top_logprobs = s.top_logprobs
-    return found
+    return found if s.answer_parser is None or tokenizer is None else _split(found, s, tokenizer)
+
+
+def _shown(s: Sequence) -> list[int]:
+    """The tokens of a sequence whose text shows, if no stop string has ended it."""
+    return s.tokens[:-1] if s.finish_reason == "stop" else s.tokens
+
+
+def _split(output: CompletionOutput, s: Sequence, tokenizer) -> CompletionOutput:
+    """The output with the parts of its answer."""
+    markers = s.answer_parser.markers
+    if s.text is None:
+        text = decode_with(tokenizer, _shown(s), markers)
+    else:
+        text = decode_before(tokenizer, s.tokens, s.text, markers)
+    answer = s.answer_parser.parse(text)
+    if answer == Answer(output.text):
+        return output
+    calls = [_tool_call(s, n, call) for n, call in enumerate(answer.tool_calls)]
+    parts = dict(reasoning_content=answer.reasoning_content, tool_calls=calls or None, content=answer.content)
+    return replace(output, **parts)
+
+
+def _tool_call(s: Sequence, n: int, call: ToolCall) -> dict:
+    """Call `n` of an answer in OpenAI's form. Its id is not random: a job that was resumed gives the rows of one that
+    never stopped."""
+    digest = hashlib.sha256(repr((s.key, list(s.prompt), s.tokens, n)).encode()).hexdigest()
+    # Mistral's templates refuse longer ids
+    id = digest[:9] if s.answer_parser.calls == "mistral" else f"call_{digest[:24]}"
+    return {"id": id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 class Answers:

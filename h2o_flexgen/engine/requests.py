@@ -7,6 +7,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from itertools import chain, count, islice, repeat
 
+from h2o_flexgen.engine.answers import AnswerParser
 from h2o_flexgen.engine.batch import Sequence
 from h2o_flexgen.engine.messages import Conversation, is_conversation
 from h2o_flexgen.engine.model import LoadedModel, Prompt
@@ -134,13 +135,16 @@ class Requests:
             for (name, count), most in zip(tokens.items(), self.limits):
                 if count > most:
                     raise UserError(f"{count} tokens are more than the {most} of `{name}` that the job is planned for")
-        return answers_to(output.index, ids, params, key)
+        return answers_to(output.index, ids, params, key, self.model.answer_parser(prompt))
 
 
-def answers_to(index: int, ids: list[int], params: SamplingParams, key: int) -> list[Sequence]:
+def answers_to(
+    index: int, ids: list[int], params: SamplingParams, key: int, parser: AnswerParser | None = None
+) -> list[Sequence]:
     """A sequence for each answer to a prompt. They share what they can of it as all rows do, and the logits of the
-    prompt are those of the first."""
-    found = [Sequence(index, ids, params, key, answer=n) for n in range(params.answers)]
+    prompt are those of the first. Structured output holds nothing beside it that could be split off."""
+    parser = None if params.structured is not None else parser
+    found = [Sequence(index, ids, params, key, answer=n, answer_parser=parser) for n in range(params.answers)]
     if params.prompt_logprobs is not None:
         found[0].wanted = 0
     return found

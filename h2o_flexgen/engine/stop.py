@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, cached_property
+from itertools import groupby
 
 #: tokens looked at beyond those that a stop string can span: some decoders strip a blank before the first one
 EXTRA_TOKENS = 4
@@ -22,6 +23,31 @@ def decode_all(tokenizer, tokens: list[int]) -> str:
     return tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
+def decode_with(tokenizer, tokens: list[int], names: frozenset[str]) -> str:
+    """As `decode`, with those special tokens whose names are `names`."""
+    special = {token: decode_all(tokenizer, [token]) for token in special_ids(tokenizer).intersection(tokens)}
+    shown = {token: name for token, name in special.items() if name in names}
+    parts = []
+    for name, run in groupby(tokens, shown.get):
+        run = list(run)
+        parts.append(decode(tokenizer, run) if name is None else name * len(run))
+    return "".join(parts)
+
+
+def decode_before(tokenizer, tokens: list[int], text: str, names: frozenset[str]) -> str:
+    """As `decode_with`, of `tokens` up to where their text is `text`, which may end inside a token."""
+    count = len(tokens)
+    while not text.startswith(begun := decode(tokenizer, tokens[:count])):
+        count -= 1
+    return decode_with(tokenizer, tokens[:count], names) + text[len(begun) :]
+
+
+def special_ids(tokenizer) -> set[int]:
+    """The tokens that no text shows."""
+    added = tokenizer.added_tokens_decoder
+    return {token for token in added if added[token].special}.union(tokenizer.all_special_ids)
+
+
 class StopStrings:
     """Finds stop strings in generated texts, decoding only the last tokens at each step. A stop string may name special
     tokens, which no text shows.
@@ -38,8 +64,7 @@ class StopStrings:
     @cached_property
     def _special(self) -> dict[int, str]:
         """The names of the tokens that no text shows."""
-        special = [token for token, added in self.tokenizer.added_tokens_decoder.items() if added.special]
-        return {token: decode_all(self.tokenizer, [token]) for token in {*special, *self.tokenizer.all_special_ids}}
+        return {token: decode_all(self.tokenizer, [token]) for token in special_ids(self.tokenizer)}
 
     def _names_special(self, text: str) -> bool:
         return any(name in text for name in self._special.values())

@@ -59,6 +59,7 @@ class Admission:
             prompt, own = request(row, params, llm.model)
             try:
                 ids = llm.admit(prompt, own.max_tokens)
+                row.answer_parser = llm.model.answer_parser(prompt)
             except UserError as e:
                 self.error = self.error or f"row {row.index}: {e}"
                 _write(self._refused, b"%d %b" % (row.index, encoded(failed_row(row, e).data)))

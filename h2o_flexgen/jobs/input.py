@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from h2o_flexgen.engine.answers import AnswerParser
 from h2o_flexgen.engine.messages import Conversation
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.jobs import openai
@@ -32,6 +33,7 @@ class Row:
         kind: the form of its output: "plain", or OpenAI's "chat" or "completion".
         model: the model's name in an OpenAI line.
         logprobs: whether its output has the log-probabilities of its tokens.
+        answer_parser: splits its answer into parts; None if it is not split.
     """
 
     index: int
@@ -43,6 +45,7 @@ class Row:
     kind: str = "plain"
     model: str | None = None
     logprobs: bool = False
+    answer_parser: AnswerParser | None = None
 
     @property
     def id(self) -> str | int:
@@ -202,7 +205,7 @@ def _prompt(data: dict) -> str | list[int] | Conversation:
             if data.get(name) is not None:
                 raise UserError(f'a row has "messages" or a "{name}", not both')
         return openai.conversation(data)
-    openai.refuse_template_kwargs(data)
+    openai.refuse_chat_keys(data)
     if data.get("prompt_token_ids") is not None:
         if not isinstance(data["prompt_token_ids"], list):
             raise UserError("prompt_token_ids must be a list of token ids")

@@ -228,7 +228,7 @@ class JobWriter(Observer):
         """Read when the engine has room for them."""
         for row, ids, params in self.admission.admitted():
             self.running[row.index] = row
-            yield from answers_to(row.index, ids, params, row.key)
+            yield from answers_to(row.index, ids, params, row.key, row.answer_parser)
 
     def on_plan(self, choice: ExecutionPlan) -> None:
         """A KV budget "auto" has become one of slots, which stays, and so does a format."""

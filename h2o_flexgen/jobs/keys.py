@@ -47,9 +47,9 @@ STRUCTURED = {
 #: keys that would change the answer and are not supported: of OpenAI, of vLLM and SGLang, of transformers, of
 #: llama.cpp, of Google, and ours, which hold for a whole job
 UNSUPPORTED = """
-stream echo suffix tools functions audio reasoning_effort verbosity web_search_options
+stream echo suffix functions audio reasoning_effort verbosity web_search_options
 logits_processors guided_decoding json_schema structural_tag ebnf stop_regex vllm_xargs lora_request
-include_stop_str_in_output truncate_prompt_tokens add_special_tokens continue_final_message chat_template documents
+include_stop_str_in_output truncate_prompt_tokens add_special_tokens chat_template documents
 prompt_embeds use_beam_search thinking_token_budget sampling_params extra_body
 max_time early_stopping bad_words_ids force_words_ids suppress_tokens begin_suppress_tokens sequence_bias
 forced_bos_token_id forced_eos_token_id generation_config
@@ -71,12 +71,10 @@ mirostat
 #: values of all unsupported keys that are harmless, besides empty ones
 REFUSED = dict.fromkeys(UNSUPPORTED, ()) | dict.fromkeys(OFF_AT_1, (1,)) | dict.fromkeys(OFF_AT_0, (0,))
 REFUSED |= {
-    "tool_choice": ("none", "auto"),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
-    "add_generation_prompt": (True,),
     "repeat_last_n": (0, 64),
     "top_n_sigma": (-1,),
     "response_mime_type": ("text/plain",),
@@ -106,6 +104,11 @@ HONOURED = (
         "chat_template_kwargs",
         "prompt_token_ids",
         "messages",
+        "tools",
+        "tool_choice",
+        "parallel_tool_calls",
+        "continue_final_message",
+        "add_generation_prompt",
     }
 )
 #: names above that are also common columns of data sets: labels in a plain row
@@ -119,7 +122,6 @@ SWITCHES = {
     "skip_special_tokens",
     "spaces_between_special_tokens",
     "add_special_tokens",
-    "add_generation_prompt",
     "do_sample",
     "enable_thinking",
 }

@@ -12,6 +12,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from h2o_flexgen.engine.messages import Conversation, checked_kwargs, checked_message
+from h2o_flexgen.engine.tools import checked_tools
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.jobs.keys import HONOURED, REFUSED, SAMPLING, STRUCTURED, RowError, is_empty, sampling, short
 
@@ -25,8 +26,16 @@ URLS = {"/v1/chat/completions": "chat", "/v1/completions": "completion"}
 OTHERS = set(
     "model messages prompt logprobs max_completion_tokens chat_template_kwargs user metadata store service_tier "
     "safety_identifier prompt_cache_key prompt_cache_retention parallel_tool_calls stream_options prediction "
-    "request_id priority".split()
+    "request_id priority tools tool_choice continue_final_message add_generation_prompt".split()
 )
+#: keys of a row with messages, and values that ask for nothing in one without
+CHAT_KEYS = {
+    "chat_template_kwargs": (),
+    "tools": (),
+    "tool_choice": ("none", "auto"),
+    "continue_final_message": (False,),
+    "add_generation_prompt": (True,),
+}
 
 
 def is_request(data: dict) -> bool:
@@ -60,13 +69,13 @@ def parse(data: dict, row: Row) -> None:
     if row.kind == "chat":
         row.prompt = conversation(body)
     else:
-        refuse_template_kwargs(body)
+        refuse_chat_keys(body)
         row.prompt = _completion_prompt(body.get("prompt"))
 
 
 def conversation(data: dict) -> Conversation:
-    """The conversation of a plain row or the body of a request. Raises RowError if there are no messages, one has a
-    wrong shape, or `chat_template_kwargs` is not an object."""
+    """The conversation of a plain row or the body of a request. Raises RowError if there are no messages, or one or
+    another of its keys has a wrong shape."""
     messages = data.get("messages")
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise RowError("messages must be a list of objects with role and content", "messages")
@@ -77,15 +86,39 @@ def conversation(data: dict) -> Conversation:
         for n, message in enumerate(messages):
             checked_message(n, message)
         param = "chat_template_kwargs"
-        return Conversation(messages, checked_kwargs(data.get(param)))
+        template_kwargs = checked_kwargs(data.get(param))
+        param = "continue_final_message"
+        return Conversation(messages, template_kwargs, _tools(data), **_flags(data))
     except UserError as e:
-        raise RowError(str(e), param) from None
+        raise RowError(str(e), getattr(e, "param", param)) from None
 
 
-def refuse_template_kwargs(data: dict) -> None:
-    """Raises RowError for variables of a chat template without messages."""
-    if not is_empty(data.get("chat_template_kwargs")):
-        raise RowError("chat_template_kwargs is for messages: leave it out", "chat_template_kwargs")
+def _tools(data: dict) -> list[dict]:
+    """The functions that the model may call. Raises RowError for a call that it would have to make, and ToolsError as
+    `checked_tools`."""
+    tools = checked_tools(None if is_empty(data.get("tools")) else data["tools"])
+    choice = data.get("tool_choice")
+    if not is_empty(choice) and choice not in ("none", "auto"):
+        only = '"none" or "auto": the model cannot be made to call a function'
+        raise RowError(f"tool_choice must be {only}, not {short(choice)}", "tool_choice")
+    return [] if choice == "none" else tools
+
+
+def _flags(data: dict) -> dict[str, bool]:
+    """What a row says about its conversation by true or false. Raises RowError for anything else."""
+    names = ("parallel_tool_calls", "continue_final_message", "add_generation_prompt")
+    found = {name: data[name] for name in names if not is_empty(data.get(name))}
+    for name, value in found.items():
+        if not isinstance(value, bool):
+            raise RowError(f"{name} must be true or false, not {short(value)}", name)
+    return found
+
+
+def refuse_chat_keys(data: dict) -> None:
+    """Raises RowError for a key of a row with messages in one without."""
+    for name, harmless in CHAT_KEYS.items():
+        if not is_empty(data.get(name)) and data[name] not in harmless:
+            raise RowError(f"{name} is for messages: leave it out", name)
 
 
 def _completion_prompt(prompt) -> str | list[int]:
@@ -140,13 +173,26 @@ def response(row: Row, output: RequestOutput, model: str, tokenizer) -> dict:
 def _choice(row: Row, done: CompletionOutput, tokenizer) -> dict:
     choice = {"index": done.index, "finish_reason": done.finish_reason, "logprobs": None}
     if row.kind == "chat":
-        choice["message"] = {"role": "assistant", "content": done.text, "refusal": None}
+        choice["message"] = _message(done)
+        if done.tool_calls and done.finish_reason == "stop":
+            choice["finish_reason"] = "tool_calls"
     else:
         choice["text"] = done.text
     if row.logprobs:
         logprobs = _chat_logprobs if row.kind == "chat" else _completion_logprobs
         choice["logprobs"] = logprobs(done, tokenizer)
     return choice
+
+
+def _message(done: CompletionOutput) -> dict:
+    content = done.content if done.is_split else done.text
+    return {"role": "assistant", "content": content, "refusal": None} | parts_of(done)
+
+
+def parts_of(done: CompletionOutput) -> dict:
+    """The parts of an answer, those that it has."""
+    parts = {name: getattr(done, name) for name in ("reasoning_content", "tool_calls", "content")}
+    return {name: value for name, value in parts.items() if value is not None}
 
 
 def failure(row: Row, error: UserError, status: int = 400) -> dict:

@@ -249,7 +249,7 @@ def _plain(row: Row, done: CompletionOutput) -> dict:
         found["logprobs"] = done.logprobs
     if row.logprobs and done.top_logprobs is not None:
         found["top_logprobs"] = done.top_logprobs
-    return found
+    return found | openai.parts_of(done)
 
 
 def failed_row(row: Row, error: UserError) -> DoneRow:

@@ -12,7 +12,7 @@ from h2o_flexgen import LLM, Policy, SamplingParams, UserError
 from h2o_flexgen.engine.batch import Sequence
 from h2o_flexgen.engine.outputs import text_of
 from h2o_flexgen.engine.sampling import Sampler
-from h2o_flexgen.engine.stop import PARTIAL, StopStrings, decode, most_tokens
+from h2o_flexgen.engine.stop import PARTIAL, StopStrings, decode, decode_before, decode_with, most_tokens
 from h2o_flexgen.models.tokenizer import load_tokenizer
 
 pytest_plugins = ["command_tools"]
@@ -251,3 +251,28 @@ def test_stop_strings_are_kept_as_a_tuple():
     assert SamplingParams(stop=["a", "b"]) == SamplingParams(stop=("a", "b"))
     assert SamplingParams(stop=None).stop == SamplingParams().stop == ()
     assert most_tokens(("\ud800",))  # half a surrogate pair never matches
+
+
+@pytest.mark.parametrize(
+    "text, names, shown",
+    [
+        ("a</s>b", {"<s>"}, "ab"),
+        ("a<s>b</s>", {"<s>"}, "a<s>b"),
+        ("<s><s>é</s>😀<s>", {"<s>", "</s>"}, "<s><s>é</s>😀<s>"),
+        ("", {"<s>"}, ""),
+    ],
+)
+def test_some_special_tokens_can_be_shown(byte_level, text, names, shown):
+    ids = byte_level(text, add_special_tokens=False)["input_ids"]
+    assert decode_with(byte_level, ids, frozenset(names)) == shown
+    assert decode_with(byte_level, ids, frozenset()) == decode(byte_level, ids)
+
+
+@pytest.mark.parametrize("stop, before", [("in", "a<s>po"), ("t", "a<s>poin"), ("oint</s>", "a<s>p"), ("a", "")])
+def test_special_tokens_before_a_stop_string(byte_level, stop, before):
+    ids = byte_level("a<s>point</s>more", add_special_tokens=False)["input_ids"]
+    for count in range(1, len(ids) + 1):
+        text = StopStrings(byte_level).text_before(ids[:count], (stop,))
+        if text is not None:
+            break
+    assert decode_before(byte_level, ids[:count], text, frozenset({"<s>"})) == before

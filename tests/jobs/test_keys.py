@@ -20,7 +20,7 @@ REFUSALS = [
     ("response_format", {"type": "json_schema"}, "json_schema needs an object with a schema"),
     ("structured_outputs", {"xml": 1}, "structured_outputs: xml is not one of"),
     ("guided_choice", ["a", 1], "choice must be a list of texts"),
-    ("tools", [{"type": "function"}], "tools is not supported"),
+    ("tools", [{"type": "function"}], "tools is for messages"),
     ("top_logprobs", 5, "top_logprobs needs logprobs"),
     ("extra_body", {"top_k": 5}, "extra_body is not supported"),
     ("hh_ratio", 0.2, "hh_ratio is not supported"),

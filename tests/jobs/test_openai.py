@@ -182,7 +182,7 @@ IMAGE = [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"
 
 #: requests, the parameter that the error names, and what it says
 BAD = [
-    (chat(tools=[{"type": "function"}]), "tools", "tools is not supported"),
+    (chat(tools=[{"type": "function"}]), "tools", 'tool 0 lacks its "function"'),
     (chat(n=2), "n", "n 2 at temperature 0"),
     (chat(n=0), "n", "n must be a whole number, 1 or more"),
     (chat(stream=True), "stream", "stream is not"),
