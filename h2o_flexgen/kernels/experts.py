@@ -6,6 +6,7 @@ Shapes: N tokens, E hidden width, K experts that each token goes through.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
+from operator import itemgetter
 
 from torch import Tensor
 
@@ -79,4 +80,5 @@ class Routing:
         if len(places) == 1:
             return {short: each[places[0]] for short, each in matrices.items()}
         counts = [part.stop - part.start for part in parts]
-        return {short: Grouped([each[n] for n in places], counts) for short, each in matrices.items()}
+        members = itemgetter(*places)
+        return {short: Grouped(list(members(each)), counts) for short, each in matrices.items()}

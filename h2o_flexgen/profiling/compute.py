@@ -179,7 +179,9 @@ def _expert_rates(device: Device, dtype: torch.dtype, stored: torch.dtype | str,
     sizes = {"hidden_size": hidden, "intermediate_size": inner, "num_attention_heads": 1}
     spec = spec_of({"model_type": "llama", "num_hidden_layers": 1, "vocab_size": 1, **sizes}, "the experts")
     shapes = {"gate.weight": (inner, hidden), "up.weight": (inner, hidden), "down.weight": (hidden, inner)}
-    matrices = {name: [_weights(device, stored, shape, 0)[0] for _ in range(EXPERTS)] for name, shape in shapes.items()}
+    matrices: dict[str, list] = {}
+    for name, shape in shapes.items():
+        matrices[name] = [_weights(device, stored, shape, 0)[0] for _ in range(EXPERTS)]
     found = {}
     for rows in EXPERT_ROWS:
         x = torch.randn(rows * EXPERTS, hidden, device=device.torch_device).to(dtype)
