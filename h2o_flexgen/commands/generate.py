@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 
 from h2o_flexgen.commands import options
 from h2o_flexgen.commands.budget import add_budget_options, check_model, make_budget, make_losses
@@ -46,14 +47,8 @@ def make_parser(prog: str) -> options.Parser:
     add("--input-file", metavar="FILE", help=rows)
     done = "JSON lines in input order; a job whose file has some of them already goes on"
     add("--output-file", metavar="FILE", help=done)
-    add("--gen-len", type=options.count, metavar="N", default=32, help="output tokens, where a row says no other (32)")
-    add("--temperature", type=float, default=0.0, help="0 (default) takes the most likely token")
-    add("--stop", action="append", metavar="TEXT", help="end a text before this one; may be given several times")
-    add("--json-schema", metavar="FILE", help="every output is JSON that this schema describes")
-    add("--choice", action="append", metavar="TEXT", help="every output is one of these; given several times")
-    add_budget_options(parser)
-    options.add_machine_options(parser)
-    options.add_cache_option(parser)
+    add_sampling_options(parser)
+    add_engine_options(parser)
     add("--report", metavar="FILE", help="write the measurements to this file as JSON")
     add("--verbose", action="store_true", help="print the policy and the memory plan before the run")
 
@@ -62,6 +57,18 @@ def make_parser(prog: str) -> options.Parser:
     add("--retry-errors", action="store_true", help="run the rows again that failed in an earlier run")
     add("--num-prompts", type=options.count, help="built-in prompts (default: one block, or 4 if that is searched)")
     add("--prompt-len", type=options.count, help="tokens of a built-in prompt (default: 512)")
+    return parser
+
+
+def add_sampling_options(parser: options.Parser) -> None:
+    """What a row does not set itself, for `make_params`."""
+    add = parser.add_argument
+    add("--gen-len", type=options.count, metavar="N", default=32, help="output tokens, where a row says no other (32)")
+    add("--temperature", type=float, default=0.0, help="0 (default) takes the most likely token")
+    add("--stop", action="append", metavar="TEXT", help="end a text before this one; may be given several times")
+    add("--json-schema", metavar="FILE", help="every output is JSON that this schema describes")
+    add("--choice", action="append", metavar="TEXT", help="every output is one of these; given several times")
+    add = parser.group(JOB)
     add("--ignore-eos", action="store_true", help="go on after the end-of-sequence token")
     add("--stop-token-ids", type=int, nargs="+", metavar="ID", help="end a text at one of these tokens")
     add("--top-k", type=int, default=0, help="sample among the k most likely tokens; 0: all")
@@ -78,11 +85,51 @@ def make_parser(prog: str) -> options.Parser:
     options.add_template_option(add)
     options.add_length_option(add)
 
+
+def add_engine_options(parser: options.Parser) -> None:
+    """What runs a job, and where, for `llm_arguments`."""
+    add_budget_options(parser)
+    options.add_machine_options(parser)
+    options.add_cache_option(parser)
     path = "folder of the weights; _DUMMY_ for random weights of the named size, without download"
     parser.group(MACHINE)("--path", help=path)
     parser.group(PLACEMENT)("--policy", help="a policy as JSON, or auto (default): the fastest found for this machine")
     options.add_policy_options(parser)
-    return parser
+
+
+def make_params(args: argparse.Namespace):
+    """The `SamplingParams` of what a row does not set itself."""
+    from h2o_flexgen.engine.sampling import SamplingParams
+
+    return SamplingParams(max_tokens=args.gen_len, **{name: getattr(args, name) for name in SAMPLED})
+
+
+def llm_arguments(args: argparse.Namespace, num_prompts: int | None = None) -> dict:
+    """The arguments of `LLM`. `num_prompts`: of the job, if it is known. Raises UserError for options that contradict
+    each other."""
+    losses = make_losses(args)
+    policy = options.make_policy(args, num_prompts)
+    budget = make_budget(args, losses)  # before the other options: it may set one
+    found = {name: getattr(args, name) for name in (PASSED if policy else [*PASSED, *SEARCHED])}
+    found |= {"policy": policy or args.policy or "auto", "kv_budget": budget, "losses": losses}
+    return found | {"min_hh_ratio": args.min_hh_ratio or MIN_HH_RATIO, "observer": planned(args)}
+
+
+@contextmanager
+def open_llm(args: argparse.Namespace, arguments: dict) -> Iterator:
+    """The `LLM` of a command with these `llm_arguments`, which warns of measurements of another model."""
+    from h2o_flexgen.llm import LLM
+
+    with LLM(**arguments) as llm:
+        llm.expect_len = args.expect_len
+        weights = weights_text(llm.model.compress_weight, llm.model.compute)
+        check_model(arguments["losses"], args.kv_rule, llm.model.name, weights)
+        yield llm
+
+
+def resumed(job, args: argparse.Namespace) -> dict:
+    """The arguments of `LLM` with which a `Job` began, for those that the options leave open."""
+    return job.matmuls | ({"dtype": job.dtype} if job.dtype and args.dtype == "auto" else {})
 
 
 def rate(tokens_per_s: float) -> str:
@@ -154,26 +201,15 @@ def run(args: argparse.Namespace) -> None:
     check(args)
     args.structured = structured(args)
     rows = read_rows(args.input_file) if args.input_file is not None else None
-    losses = make_losses(args)
-    policy = options.make_policy(args, len(rows) if rows else args.num_prompts)
-    budget = make_budget(args, losses)
+    arguments = llm_arguments(args, len(rows) if rows else args.num_prompts)
 
-    from h2o_flexgen.engine.sampling import SamplingParams
     from h2o_flexgen.jobs.job import Job
-    from h2o_flexgen.llm import LLM
 
-    params = SamplingParams(max_tokens=args.gen_len, **{name: getattr(args, name) for name in SAMPLED})
-    arguments = {name: getattr(args, name) for name in (PASSED if policy else [*PASSED, *SEARCHED])}
-    arguments |= {"min_hh_ratio": args.min_hh_ratio or MIN_HH_RATIO, "losses": losses, "observer": planned(args)}
+    params = make_params(args)
     with nullcontext() if args.output_file is None else Job(args.output_file, args.restart) as job:
-        if job is not None and job.dtype and args.dtype == "auto":
-            arguments["dtype"] = job.dtype
         if job is not None:
-            arguments |= job.matmuls
-        with LLM(policy=policy or args.policy or "auto", kv_budget=budget, **arguments) as llm:
-            llm.expect_len = args.expect_len
-            weights = weights_text(llm.model.compress_weight, llm.model.compute)
-            check_model(losses, args.kv_rule, llm.model.name, weights)
+            arguments |= resumed(job, args)
+        with open_llm(args, arguments) as llm:
             rows = rows_of_builtin_text(llm, args) if rows is None else rows
             if job is None:
                 show_texts(llm, args, rows, params)
@@ -201,14 +237,19 @@ def check(args: argparse.Namespace) -> None:
     for name in ("num_prompts", "prompt_len"):
         if args.input_file is not None and getattr(args, name) is not None:
             raise UserError(f"{options.option(name)} is for built-in prompts; --input-file brings its own")
-    if args.percent is not None and args.policy is not None:
-        raise UserError("--percent contradicts --policy: give one of the two")
+    check_policy(args)
     for name in ("restart", "retry_errors"):
         if getattr(args, name) and args.output_file is None:
             raise UserError(f"{options.option(name)} is for a job with an --output-file")
     options.check_files(
         args, reads=("input_file", "json_schema", "policy", "hardware", "quality"), writes=("output_file", "report")
     )
+
+
+def check_policy(args: argparse.Namespace) -> None:
+    """Raises UserError for two policies."""
+    if args.percent is not None and args.policy is not None:
+        raise UserError("--percent contradicts --policy: give one of the two")
 
 
 def planned(args: argparse.Namespace):

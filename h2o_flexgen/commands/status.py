@@ -13,6 +13,7 @@ from h2o_flexgen.commands.output import print_text
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.jobs.manifest import Manifest, is_running, manifest_path
 from h2o_flexgen.jobs.output import DoneRow, open_done, read_done
+from h2o_flexgen.jobs.progress import Progress
 
 #: seconds; a run that seems to take longer began while the clock stood at 1970
 YEAR = 365 * 24 * 3600
@@ -38,24 +39,28 @@ def run(args: argparse.Namespace) -> None:
 def describe(manifest: Manifest, rows: Iterable[DoneRow], path: Path, running: bool) -> str:
     """The state of a job. `rows`: those in the output file, the newest last unless all are there."""
     run = manifest.runs[-1]
-    count = failed = 0
-    new = tokens = 0  # of this run; rows that were refused took no time
-    for count, row in enumerate(rows, 1):
-        failed += row.error is not None
-        new += row.error is None and count > run["done"]
-        tokens += row.tokens if count > run["done"] else 0
-    total = len(manifest.rows)
-    left = max(0, total - count)
-    text = f"{count - failed} of {total} rows are done, {failed} failed, {left} are left"
-    if not left:
+    seconds = path.stat().st_mtime - run["start"]
+    progress = progress_of(rows, len(manifest.rows), run["done"], seconds)
+    done = f"{progress.completed} of {progress.total} rows are done"
+    text = f"{done}, {progress.failed} failed, {progress.left} are left"
+    if not progress.left:
         return f"finished: {text}"
     if not running:
         return f"stopped: {text}; run the same command again to go on"
-    if not tokens:
+    if not progress.new:
         return f"runs: {text}; no row of this run has finished yet"
-    seconds = path.stat().st_mtime - run["start"]
     if not 0 < seconds < YEAR:
         return f"runs: {text}; this machine's clock was changed meanwhile: the speed is unknown"
-    speed = tokens / seconds
-    remaining = timedelta(seconds=round(left * seconds / new))
-    return f"runs: {text}; {speed:.1f} tokens/s, about {remaining} (h:mm:ss) left at this rate"
+    remaining = timedelta(seconds=round(progress.seconds_left))
+    return f"runs: {text}; {progress.tokens_per_s:.1f} tokens/s, about {remaining} (h:mm:ss) left at this rate"
+
+
+def progress_of(rows: Iterable[DoneRow], total: int, before: int, seconds: float) -> Progress:
+    """How far a job of `total` rows is, `before` of which an earlier run had done."""
+    count = failed = new = tokens = 0
+    for count, row in enumerate(rows, 1):
+        failed += row.error is not None
+        if count > before and row.error is None:  # rows that were refused took no time
+            new += 1
+            tokens += row.tokens
+    return Progress(total, count, failed, new, tokens, seconds)

@@ -112,12 +112,21 @@ class Job:
             return {"operands": settings["operands"]}
         return {"in_blocks": bool(settings.get("in_blocks"))}
 
-    def run(self, llm: LLM, rows: Rows, params: SamplingParams, retry_errors: bool = False) -> None:
+    def run(
+        self,
+        llm: LLM,
+        rows: Rows,
+        params: SamplingParams,
+        retry_errors: bool = False,
+        *,
+        may_all_fail: bool = False,
+    ) -> None:
         """Run the rows that are left, and put all in the order of the input. A `Job` runs once: make another to resume.
 
         Args:
             params: of what a row does not set itself.
             retry_errors: run failed rows again.
+            may_all_fail: no error if no row can be run: the output file says of each why.
 
         Raises:
             UserError: the job began with other settings, no row can be run, or as `LLM.run`. Finished rows are in the
@@ -130,7 +139,10 @@ class Job:
             put_in_order(self.path, lambda: map(itemgetter(1), self.done.lines(left)))
             return
         try:
-            JobWriter(self, llm, rows, left, params).run()
+            writer = JobWriter(self, llm, rows, left, params)
+            if not may_all_fail:
+                writer.check()
+            writer.run()
         except UserError as e:
             if self.output is None:
                 raise
@@ -174,9 +186,6 @@ class JobWriter(Observer):
     Attributes:
         running: rows that the engine has read, by their indices.
         manifest: what goes on disk when the run begins.
-
-    Raises:
-        UserError: no row can be run.
     """
 
     def __init__(self, job: Job, llm: LLM, rows: Rows, left: Left, params: SamplingParams):
@@ -187,12 +196,15 @@ class JobWriter(Observer):
         self.running: dict[int, Row] = {}
         self.answers = Answers()
         self.admission = Admission(llm, rows, left.todo, params)  # of all, before the first is run
-        if not self.admission.lens and not len(left.kept):
-            raise UserError(f"none of the {len(rows)} rows of `input_file` can be run; {self.admission.error}")
         if job.before:
             self._continue(job.before)
         else:
             self._begin(params)
+
+    def check(self) -> None:
+        """Raises UserError if no row can be run."""
+        if not self.admission.lens and not len(self.left.kept):
+            raise UserError(f"none of the {len(self.rows)} rows of `input_file` can be run; {self.admission.error}")
 
     def _begin(self, params: SamplingParams) -> None:
         longest = self.admission.longest
