@@ -19,7 +19,7 @@ CODE = dict(re.findall(r"```python\n# (\S+\.py)\n(.*?)```", TEXT, re.DOTALL))
 @pytest.mark.parametrize(
     "job",
     [
-        ("make_rows.py", "labels.jsonl", "count_labels.py", "2})\n[]\n"),
+        ("make_rows.py", "labels.jsonl", "count_labels.py", "})\n[]\n"),
         ("make_questions.py", "answers.jsonl", "grade.py", "of 2 are right\n"),
     ],
     ids=["labels", "answers"],
