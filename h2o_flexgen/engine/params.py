@@ -211,6 +211,8 @@ def check_params(params: SamplingParams, tokenizer, vocab: int) -> None:
             raise UserError(f"{name} must be below {vocab}, the vocabulary, not {largest[0]}")
     if params.structured is not None:
         params.structured.check()
+        if not getattr(tokenizer, "is_fast", False):
+            raise UserError("structured output needs a model with a fast tokenizer, a tokenizer.json")
 
 
 def params_of_each(given: SamplingParams | Seq[SamplingParams] | None, count: int) -> list[SamplingParams]:

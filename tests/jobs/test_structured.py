@@ -9,7 +9,9 @@ import jsonschema
 import pytest
 
 from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams, Structured, UserError
+from h2o_flexgen.engine import runner
 from h2o_flexgen.engine.observer import Observer
+from h2o_flexgen.engine.report import Meter
 from h2o_flexgen.engine.structured import Masks
 
 pytest_plugins = ["command_tools"]
@@ -121,12 +123,15 @@ def test_the_length_that_cuts_json_short_is_told(folder):
     assert output.outputs[0].finish_reason == "length"
 
 
-def test_answers_share_their_prompt_and_are_drawn_apart(folder):
+def test_answers_share_their_prompt_and_are_drawn_apart(folder, monkeypatch):
     prompt = " ".join(TEXTS) * 4
     params = SamplingParams(temperature=1.0, max_tokens=6, ignore_eos=True, n=5, seed=7)
+    meters = []
+    monkeypatch.setattr(runner, "Meter", lambda transport: meters.append(Meter(transport)) or meters[-1])
     with LLM(str(folder), Policy(8), **OPTIONS) as llm:
         several, one = llm.generate([prompt, "b"], [params, SamplingParams(max_tokens=3, ignore_eos=True)])
-        assert llm.report["prefill"]["tokens"] < 2 * len(several.prompt_token_ids) if "tokens" in llm.report else True
+        read = len(several.prompt_token_ids) + len(one.prompt_token_ids)
+        assert meters[-1].computed_tokens == read - 1 + 5  # each answer reads the last token itself
         (alone,) = llm.generate([prompt], SamplingParams(temperature=1.0, max_tokens=6, ignore_eos=True, seed=7))
         best = SamplingParams(temperature=1.0, max_tokens=6, ignore_eos=True, n=2, best_of=5, seed=7)
         (kept,) = llm.generate([prompt], best)
