@@ -129,7 +129,7 @@ def _split(output: CompletionOutput, s: Sequence, tokenizer) -> CompletionOutput
 def _tool_call(s: Sequence, n: int, call: ToolCall) -> dict:
     """Call `n` of an answer in OpenAI's form. Its id is not random: a job that was resumed gives the rows of one that
     never stopped."""
-    digest = hashlib.sha256(repr((s.key, list(s.prompt), s.tokens, n)).encode()).hexdigest()
+    digest = hashlib.sha256(repr((s.key, s.answer, list(s.prompt), s.tokens, n)).encode()).hexdigest()
     # Mistral's templates refuse longer ids
     id = digest[:9] if s.answer_parser.calls == "mistral" else f"call_{digest[:24]}"
     return {"id": id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}

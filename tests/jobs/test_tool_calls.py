@@ -127,6 +127,15 @@ def test_ids_of_calls_are_the_same_in_each_run_and_differ_in_a_job(run):
     assert moved == [first[2], *first[:2], first[3]]
 
 
+def test_calls_in_several_answers_to_a_prompt(run):
+    """Each answer has calls, with ids of their own."""
+    row = request(tools=TOOLS, n=2, temperature=1.0)
+    (line,) = run(templates.QWEN, [row, {"messages": ASK, "tools": TOOLS}], [CALL, CALL, CALL])[:1]
+    choices = line["response"]["body"]["choices"]
+    assert [choice["finish_reason"] for choice in choices] == ["tool_calls"] * 2
+    assert len({choice["message"]["tool_calls"][0]["id"] for choice in choices}) == 2
+
+
 def test_a_conversation_goes_on_with_the_calls_of_an_answer(run, speaker):
     """Also with Mistral's template, which takes only ids of nine letters."""
     call = '[TOOL_CALLS][{"name": "rain", "arguments": {"city": "Bern"}}]'
