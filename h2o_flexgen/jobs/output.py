@@ -206,13 +206,15 @@ class DoneRow:
         id: as `Row.id`.
         data: the content of the line.
         error: why it failed; None if it did not.
-        tokens: how many were generated.
+        tokens: how many were generated, in all answers.
+        answers: how many there are.
     """
 
     id: str | int
     data: dict
     error: str | None
     tokens: int
+    answers: int = 1
 
     @classmethod
     def of(cls, data: dict) -> DoneRow:
@@ -223,11 +225,12 @@ class DoneRow:
         if "response" not in data:
             error = data.get("error")
             outputs = [] if error is not None else data.get("outputs", [data])
-            return cls(id, data, error, sum(len([*each["token_ids"]]) for each in outputs))
+            return cls(id, data, error, sum(len([*each["token_ids"]]) for each in outputs), len(outputs))
         answer = data["response"]
         if answer["status_code"] != 200:
             return cls(id, data, answer["body"]["error"]["message"], 0)
-        return cls(id, data, None, answer["body"]["usage"]["completion_tokens"] + 0)
+        body = answer["body"]
+        return cls(id, data, None, body["usage"]["completion_tokens"] + 0, len(body["choices"]))
 
 
 def done_row(row: Row, output: RequestOutput, model: str, tokenizer) -> DoneRow:

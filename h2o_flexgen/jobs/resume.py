@@ -41,11 +41,13 @@ class Done:
         self.offsets = array("q")
         failed = array("B")
         self.tokens = 0
+        self.answers = 0
         for offset, row in read_done(path, self.file):
             ids.append(id_hash(row.id))
             self.offsets.append(offset)
             failed.append(row.error is not None)
             self.tokens += row.tokens
+            self.answers += row.answers if row.error is None else 0
         self.ids = np.array(ids, np.uint64)
         self.failed = np.array(failed, bool)
 
@@ -55,8 +57,7 @@ class Done:
     @property
     def mean_len(self) -> float | None:
         """Tokens of the average output; None if there are no outputs."""
-        count = len(self) - int(self.failed.sum())
-        return self.tokens / count if count else None
+        return self.tokens / self.answers if self.answers else None
 
     def check(self, known: np.ndarray) -> None:
         """Raises UserError for a row whose id is not among the hashes `known`, (M,) uint64, or occurs twice."""
