@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from math import inf
+from math import inf, prod
 from numbers import Real
 from pathlib import Path
 from typing import NamedTuple
@@ -16,11 +16,13 @@ from h2o_flexgen.engine.observer import Observer
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.formats import Format, dtype_name
 from h2o_flexgen.formats.forms import experts_of
-from h2o_flexgen.kernels.linear import int8_operands
+from h2o_flexgen.kernels.linear import READ_AS_STORED, int8_operands
+from h2o_flexgen.machine import memory
 from h2o_flexgen.machine.device import Device
 from h2o_flexgen.machine.profile import Profile
+from h2o_flexgen.models.registry import family
 from h2o_flexgen.models.repository import with_revision
-from h2o_flexgen.models.spec import ModelSpec
+from h2o_flexgen.models.spec import ModelSpec, shapes_of
 from h2o_flexgen.planning.budget import MIN_HH_RATIO
 from h2o_flexgen.planning.constraints import Constraints
 from h2o_flexgen.planning.losses import Losses
@@ -32,6 +34,8 @@ from h2o_flexgen.storage.disk import default_root
 
 #: options that only policy "auto" takes
 AUTO = (*SEARCHED, "max_latency")
+#: the fraction of memory that codes of 8 bits may take
+MOST_CODES = 0.7
 
 
 @dataclass
@@ -127,14 +131,25 @@ class EngineArgs:
         self.chat_template_kwargs = checked_kwargs(self.chat_template_kwargs)
         self.observer = self.observer or Observer()
 
-    def operands_of(self, formats: dict[str, Format], cuda: bool) -> dict[str, str] | None:
+    def operands_of(self, spec: ModelSpec, formats: dict[str, Format], cuda: bool) -> dict[str, str] | None:
         """What int8 matmuls read of a model with matrices in these formats; None if matmuls are exact. Raises UserError
         if that is weights as stored, and this CPU cannot."""
         asked = self.in_blocks if self.operands is None else self.operands
         if self.compute != "int8":
             return None
         experts = [form for name, form in formats.items() if experts_of(name)[1]]
+        if asked is None and self._lacks_room(spec, formats):
+            asked = READ_AS_STORED
         return int8_operands(formats.values(), cuda, asked) | int8_operands(experts, cuda, asked, of_experts=True)
+
+    def _lacks_room(self, spec: ModelSpec, formats: dict[str, Format]) -> bool:
+        """Whether codes of 8 bits of all quantised matrices would leave little memory for the cache, or not fit: then
+        they would be made again for each use, which takes longer than a matmul of a few hundred rows."""
+        shapes = shapes_of(family(spec.model_type).tensors(spec))
+        codes = sum(prod(shapes[name]) for name, form in formats.items() if not form.is_dense)
+        found = self.hardware.memory["gpu"] if isinstance(self.hardware, Profile) else memory.ram_in_all()
+        limits = [limit for limit in (self.caps["gpu"], self.caps["ram"], found) if limit is not None]
+        return codes > MOST_CODES * min(limits)
 
     def check_caps(self, cuda: bool) -> None:
         """Raises UserError for a limit that does nothing: without CUDA a search never uses the cpu tier."""
@@ -171,7 +186,7 @@ def load(args: EngineArgs, device: Device) -> LoadedModel:
         compute=args.compute,
         disk_mem=args.disk_mem,
     )
-    model.operands = args.operands_of(model.formats, device.is_cuda)
+    model.operands = args.operands_of(model.spec, model.formats, device.is_cuda)
     model.chat.set_kwargs(args.chat_template_kwargs)
     if not device.is_cuda:
         rolling = isinstance(args.kv_budget, KVBudget) and args.kv_budget.position_rolling
@@ -216,7 +231,7 @@ def planner_of(
             dummy=model.is_dummy,
             formats=model.formats,
             copy_bytes=model.copy_bytes,
-            operands=args.operands_of(model.formats, cuda),
+            operands=args.operands_of(model.spec, model.formats, cuda),
             decodes=kind is None,
         )
         for kind, model in models.items()

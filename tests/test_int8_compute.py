@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import copy
 from itertools import cycle
+from math import prod
 
 import pytest
 import torch
 import zoo
 from int8_oracle import multiplying, patch
+from machines import kernels
 from test_compressed_weights import PLACES, models  # noqa: F401  a fixture
 
 from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.kernels import int8, operands
+from h2o_flexgen.kernels import int8, linear, operands
 from h2o_flexgen.kv_cache import RULES
+from h2o_flexgen.models.registry import family, read_spec
+from h2o_flexgen.models.spec import shapes_of
 from h2o_flexgen.storage import weights
 
 #: tolerance of log-probabilities: elements that differ in their last bit may round to different codes
@@ -141,3 +145,18 @@ def test_random_weights_are_multiplied_in_int8_too(models, kind):  # noqa: F811
         assert llm.report["compute"] == "int8" and llm.report.get("in_blocks", False) == (kind == "blocks")
         assert llm.report["weights"] == sorted({"int8", compressed(kind)})
     assert found[0] == found[1]
+
+
+@pytest.mark.usefixtures("fast_blocks")
+def test_codes_that_memory_has_no_room_for_are_not_made(models):  # noqa: F811
+    """Blocks are then multiplied as stored even where codes of 8 bits are faster."""
+    linear.use(kernels(blocks=False))
+    tiny, _ = models("llama", "int4")
+    layers = family("llama").tensors(read_spec(tiny.folder))
+    matrices = sum(prod(shape) for shape in shapes_of(layers).values() if len(shape) > 1)
+    options = dict(compress_weight="int4", compute="int8", device="cpu", dtype="float32", progress=False)
+    found = {}
+    for room in (matrices, 2 * matrices):
+        with LLM(str(tiny.folder), Policy(1), mem=room, **options) as llm:
+            found[room] = llm.model.operands["int4"]
+    assert list(found.values()) == ["int4", "int8"]
