@@ -13,9 +13,9 @@ from torch import Tensor
 
 from h2o_flexgen.engine.batch import Sequence
 from h2o_flexgen.engine.logits import LogitChanges
+from h2o_flexgen.engine.masks import Masks
 from h2o_flexgen.engine.params import SamplingParams
 from h2o_flexgen.engine.stop import StopStrings, decode
-from h2o_flexgen.engine.structured import Masks
 from h2o_flexgen.kernels.rowwise import maxima
 from h2o_flexgen.planning.workload import SAMPLE_ROWS
 

@@ -10,9 +10,9 @@ import pytest
 
 from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams, Structured, UserError
 from h2o_flexgen.engine import runner
+from h2o_flexgen.engine.masks import Masks
 from h2o_flexgen.engine.observer import Observer
 from h2o_flexgen.engine.report import Meter
-from h2o_flexgen.engine.structured import Masks
 
 pytest_plugins = ["command_tools"]
 OPTIONS = dict(device="cpu", dtype="float32", progress=False)
