@@ -105,6 +105,10 @@ def block(spec: GemmaSpec, w: Weights, hidden: Tensor, positions: Positions | No
     return norm("mlp_post_norm", x).add_(hidden)
 
 
+def final_states(spec: GemmaSpec, w: Weights, hidden: Tensor) -> Tensor:
+    return centred_rms_norm(w, "final_norm", hidden, spec.eps)
+
+
 def logits(spec: GemmaSpec, w: Weights, hidden: Tensor) -> Tensor:
-    found = project(w, "head", centred_rms_norm(w, "final_norm", hidden, spec.eps))
+    found = project(w, "head", final_states(spec, w, hidden))
     return found if spec.final_cap is None else found.div_(spec.final_cap).tanh_().mul_(spec.final_cap)
