@@ -11,6 +11,13 @@ import numpy as np
 
 from h2o_flexgen.errors import UserError
 
+#: how hidden states become one vector
+POOLINGS = ("mean", "last")
+#: answers of one prompt
+MOST_ANSWERS = 1000
+#: to a prompt: a text, or token ids
+Answer = str | Seq[int]
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -84,6 +91,45 @@ class SamplingParams:
         given = () if self.stop_token_ids is None else self.stop_token_ids
         ids = list_of("stop_token_ids must be a list of token ids", given)
         return tuple(sorted({whole_number("each of stop_token_ids", token, 0) for token in ids}))
+
+
+@dataclass(frozen=True)
+class PoolingParams:
+    """How the hidden states of a text become one vector.
+
+    Attributes:
+        pooling: the "mean" of all its tokens, special ones included, or the "last" one.
+        normalize: scale the vector to length 1.
+
+    Raises:
+        UserError: another value.
+    """
+
+    pooling: str = "mean"
+    normalize: bool = True
+
+    def __post_init__(self):
+        if self.pooling not in POOLINGS:
+            raise UserError(f"pooling must be one of {', '.join(POOLINGS)}, not {self.pooling!r:.60}")
+        if not isinstance(self.normalize, bool):
+            raise UserError(f"normalize must be True or False, not {self.normalize!r:.60}")
+
+
+def check_answers(given) -> list[Answer]:
+    """A user's answers to a prompt. Raises UserError unless they are a list of up to MOST_ANSWERS different texts or
+    lists of token ids."""
+    answers = list_of("answers must be a list of texts, or of lists of token ids", given)
+    if not 0 < len(answers) <= MOST_ANSWERS:
+        raise UserError(f"a prompt has 1 to {MOST_ANSWERS} answers, not {len(answers)}")
+    seen = set()
+    for n, answer in enumerate(answers):
+        if not isinstance(answer, (str, list, tuple)):
+            raise UserError(f"answer {n} must be a text or a list of token ids, not {answer!r:.60}")
+        key = answer if isinstance(answer, str) else repr(answer)
+        if key in seen:
+            raise UserError(f"answer {n}, {answer!r:.60}, is given twice")
+        seen.add(key)
+    return answers
 
 
 def whole_number(name: str, value, least: int) -> int:
