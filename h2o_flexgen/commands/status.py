@@ -51,11 +51,11 @@ def describe(manifest: Manifest, rows: Iterable[DoneRow], path: Path, running: b
         return f"finished: {text}"
     if not running:
         return f"stopped: {text}; run the same command again to go on"
-    if not tokens:
+    if not new:
         return f"runs: {text}; no row of this run has finished yet"
     seconds = path.stat().st_mtime - run["start"]
     if not 0 < seconds < YEAR:
         return f"runs: {text}; this machine's clock was changed meanwhile: the speed is unknown"
-    speed = tokens / seconds
+    speed = f"{tokens / seconds:.1f} tokens/s" if tokens else f"{new / seconds:.1f} rows/s"
     remaining = timedelta(seconds=round(left * seconds / new))
-    return f"runs: {text}; {speed:.1f} tokens/s, about {remaining} (h:mm:ss) left at this rate"
+    return f"runs: {text}; {speed}, about {remaining} (h:mm:ss) left at this rate"

@@ -222,11 +222,12 @@ class DoneRow:
             raise TypeError
         if "response" not in data:
             error = data.get("error")
-            return cls(id, data, error, len([*data["token_ids"]]) if error is None else 0)
+            is_text = error is None and not data.keys() & {"embedding", "scores"}
+            return cls(id, data, error, len([*data["token_ids"]]) if is_text else 0)
         answer = data["response"]
         if answer["status_code"] != 200:
             return cls(id, data, answer["body"]["error"]["message"], 0)
-        return cls(id, data, None, answer["body"]["usage"]["completion_tokens"] + 0)
+        return cls(id, data, None, answer["body"]["usage"].get("completion_tokens", 0) + 0)
 
 
 def done_row(row: Row, output: RequestOutput, model: str, tokenizer) -> DoneRow:
@@ -237,15 +238,16 @@ def done_row(row: Row, output: RequestOutput, model: str, tokenizer) -> DoneRow:
         return failed_row(row, UserError(output.error))
     done = output.outputs[0]
     found = {"text": done.text, "token_ids": done.token_ids, "finish_reason": done.finish_reason}
-    return DoneRow.of(_begin(row) | found | ({"logprobs": done.logprobs} if row.logprobs else {}))
+    return DoneRow.of(begin(row) | found | ({"logprobs": done.logprobs} if row.logprobs else {}))
 
 
 def failed_row(row: Row, error: UserError) -> DoneRow:
     """The line of a row that cannot be run."""
-    return DoneRow.of(openai.failure(row, error) if row.kind != "plain" else _begin(row) | {"error": str(error)})
+    return DoneRow.of(openai.failure(row, error) if row.kind != "plain" else begin(row) | {"error": str(error)})
 
 
-def _begin(row: Row) -> dict:
+def begin(row: Row) -> dict:
+    """What the line of every plain row has."""
     return {"index": row.index} | ({} if row.custom_id is None else {"custom_id": row.custom_id})
 
 

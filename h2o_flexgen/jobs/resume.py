@@ -54,9 +54,9 @@ class Done:
 
     @property
     def mean_len(self) -> float | None:
-        """Tokens of the average output; None if there are no outputs."""
+        """Tokens of the average output; None if nothing has been generated."""
         count = len(self) - int(self.failed.sum())
-        return self.tokens / count if count else None
+        return self.tokens / count if self.tokens else None
 
     def check(self, known: np.ndarray) -> None:
         """Raises UserError for a row whose id is not among the hashes `known`, (M,) uint64, or occurs twice."""

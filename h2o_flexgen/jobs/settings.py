@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import asdict
 
 from h2o_flexgen import __version__
 from h2o_flexgen.engine.model import LoadedModel
-from h2o_flexgen.engine.sampling import SamplingParams
+from h2o_flexgen.engine.params import PoolingParams, SamplingParams
 from h2o_flexgen.formats import Int8, dtype_name
 from h2o_flexgen.kv_cache import layer_losses
 from h2o_flexgen.llm import LLM
@@ -25,10 +26,9 @@ WORDS = {
 }
 
 
-def settings_of(llm: LLM, params: SamplingParams, longest_prompt: int) -> dict:
+def settings_of(llm: LLM, params: SamplingParams | PoolingParams, longest_prompt: int) -> dict:
     """All that decides the tokens of a row, except the row itself and the slots of its KV cache."""
     budget = llm.kv_budget
-    sampling = ("temperature", "top_k", "top_p", "ignore_eos", "seed")
     layers = layer_losses(budget.rule) if isinstance(budget, KVBudget) else None
     return {
         "model": llm.model.name,
@@ -41,12 +41,21 @@ def settings_of(llm: LLM, params: SamplingParams, longest_prompt: int) -> dict:
         "operands": llm.model.operands,
         "kv_budget": budget.to_dict(longest_prompt) if isinstance(budget, KVBudget) else budget,
         "layers": layers and hashlib.sha256(repr(layers).encode()).hexdigest()[:16],  # the budget only names a file
+        **_settings_of_params(params),
+        "chat_template_kwargs": llm.model.chat.template_kwargs or None,
+        "version": __version__,
+    }
+
+
+def _settings_of_params(params: SamplingParams | PoolingParams) -> dict:
+    if isinstance(params, PoolingParams):
+        return asdict(params)
+    sampling = ("temperature", "top_k", "top_p", "ignore_eos", "seed")
+    return {
         **{name: getattr(params, name) for name in sampling},
         "gen_len": params.max_tokens,
         "stop": list(params.stop),
         "stop_token_ids": list(params.stop_token_ids) or None,  # None, as in manifests of earlier versions
-        "chat_template_kwargs": llm.model.chat.template_kwargs or None,
-        "version": __version__,
     }
 
 
