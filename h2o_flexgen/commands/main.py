@@ -24,6 +24,7 @@ COMMON = {
     "quality": "measure what a smaller KV cache costs in quality on your own texts",
 }
 OTHERS = {
+    "embed": "embed many texts: hidden states of a model, pooled into one vector each",
     "stream": "answer turns or read a text without end, over a KV cache of a fixed size",
     "calibrate": "measure how many KV slots each layer of a model needs",
     "search": "find the policy with the highest predicted throughput, for any machine",
