@@ -7,10 +7,13 @@ __version__ = "0.1.0"
 
 _MODULES = {
     "LLM": "llm",
+    "AnswersOutput": "engine.scoring",
     "CompletionOutput": "engine.outputs",
+    "EmbeddingOutput": "engine.pooling",
     "KVBudget": "policy",
     "Losses": "planning.losses",
     "Policy": "policy",
+    "PoolingParams": "engine.params",
     "RequestOutput": "engine.outputs",
     "SamplingParams": "engine.params",
     "ScoreOutput": "engine.outputs",

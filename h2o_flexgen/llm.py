@@ -13,10 +13,22 @@ from h2o_flexgen.engine.messages import Conversation, checked_kwargs, conversati
 from h2o_flexgen.engine.model import Prompt
 from h2o_flexgen.engine.observer import Observer, Observers, ProgressBar
 from h2o_flexgen.engine.outputs import OutputCollector, RequestOutput, ScoreOutput, complete, complete_score
-from h2o_flexgen.engine.params import SamplingParams, list_of
-from h2o_flexgen.engine.requests import JobSpec, Requests, admit, list_each, read_each, to_score, workload_of
+from h2o_flexgen.engine.params import Answer, PoolingParams, SamplingParams, list_of
+from h2o_flexgen.engine.pooling import EmbeddingOutput, complete_embedding, embed_each
+from h2o_flexgen.engine.requests import (
+    JobSpec,
+    Requests,
+    admit,
+    list_each,
+    one_pass,
+    prompts_of,
+    read_each,
+    to_score,
+    workload_of,
+)
 from h2o_flexgen.engine.runner import Runner
 from h2o_flexgen.engine.sampling import Sampler, TeacherForcing
+from h2o_flexgen.engine.scoring import AnswersOutput, Questions
 from h2o_flexgen.engine.step import LogitsSink
 from h2o_flexgen.engine.tools import checked_tools
 from h2o_flexgen.engine.turns import Turns, in_turn
@@ -234,6 +246,52 @@ class LLM:
             finish = partial(complete_score, greedy_token_ids=sink.greedy_token_ids)
             collector = OutputCollector(scored, finish, on_output)
             self._run(self._job(sequences, workload_of(sequences), sink), collector)
+        return outputs
+
+    @in_turn
+    def score_answers(self, prompts: str | Seq[Prompt], answers: Seq[Answer] | Seq[Seq[Answer]]) -> list[AnswersOutput]:
+        """Classification without generation: how likely each of several given answers to a prompt is. A prompt is
+        computed once for all its answers, unless it is too short to be worth sharing (`engine.prefixes`), in one pass
+        with full attention, whatever the KV budget.
+
+        Args:
+            prompts: as for `generate`.
+            answers: texts, or lists of token ids: one list for all prompts, or a list with one for each. A text
+                continues the prompt's text as it stands: it may have to begin with a space.
+
+        Returns:
+            In the order of the prompts. One whose answers cannot be scored has an `error`; the others are not affected.
+
+        Raises:
+            UserError: `answers` is not one list for all prompts or one for each; or too little memory.
+        """
+        self.report = {}
+        questions = Questions(self.model, prompts_of(prompts), answers)
+        if questions.sequences:
+            self._run(one_pass(questions.sequences), Observer())
+        return questions.complete()
+
+    @in_turn
+    def embed(self, prompts: str | Seq[Prompt], pooling: str = "mean", normalize: bool = True) -> list[EmbeddingOutput]:
+        """Embeddings of texts: the hidden states after the model's final norm (transformers' `last_hidden_state`),
+        pooled into one vector each, in one pass with full attention, whatever the KV budget. The head is not run.
+
+        Args:
+            prompts: as for `generate`.
+            pooling, normalize: as for `PoolingParams`.
+
+        Returns:
+            In the order of the prompts. One that cannot be embedded has an `error`; the others are not affected.
+
+        Raises:
+            UserError: `pooling` or `normalize` is not one of their values; or too little memory.
+        """
+        self.report = {}
+        sequences, outputs = embed_each(self.model, prompts_of(prompts), PoolingParams(pooling, normalize))
+        if sequences:
+            self._run(one_pass(sequences), Observer())
+        for s in sequences:
+            complete_embedding(outputs[s.index], s)
         return outputs
 
     @in_turn

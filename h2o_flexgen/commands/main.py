@@ -25,6 +25,7 @@ COMMON = {
 }
 OTHERS = {
     "serve": "run batches of OpenAI clients over HTTP, one after the other",
+    "embed": "embed many texts: hidden states of a model, pooled into one vector each",
     "stream": "answer turns or read a text without end, over a KV cache of a fixed size",
     "calibrate": "measure how many KV slots each layer of a model needs",
     "search": "find the policy with the highest predicted throughput, for any machine",

@@ -52,7 +52,8 @@ def describe(manifest: Manifest, rows: Iterable[DoneRow], path: Path, running: b
     if not 0 < seconds < YEAR:
         return f"runs: {text}; this machine's clock was changed meanwhile: the speed is unknown"
     remaining = timedelta(seconds=round(progress.seconds_left))
-    return f"runs: {text}; {progress.tokens_per_s:.1f} tokens/s, about {remaining} (h:mm:ss) left at this rate"
+    speed = f"{progress.tokens_per_s:.1f} tokens/s" if progress.tokens else f"{progress.rows_per_s:.1f} rows/s"
+    return f"runs: {text}; {speed}, about {remaining} (h:mm:ss) left at this rate"
 
 
 def progress_of(rows: Iterable[DoneRow], total: int, before: int, seconds: float) -> Progress:

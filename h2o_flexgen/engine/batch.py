@@ -40,6 +40,7 @@ class Sequence:
         text: the output before the stop string that ended it; None if none did.
         answer_parser: splits the answer to a conversation; None for other texts.
         wanted: the first token of the prompt whose logits are wanted; default: the last one.
+        task: what its states or logits are for, if it is not continued: as in `engine.tasks`.
         length: tokens that its cache has seen.
         prompt_end: of those, up to the end of the last prompt.
         path: the last node of the prefix that it shares.
@@ -60,6 +61,7 @@ class Sequence:
     text: str | None = None
     answer_parser: AnswerParser | None = None
     wanted: int | None = None
+    task: object | None = None
     length: int = 0
     prompt_end: int = 0
     path: Node | None = None

@@ -13,8 +13,8 @@ import numpy as np
 from h2o_flexgen.engine.structured import Structured
 from h2o_flexgen.errors import UserError
 
-#: the most answers to a prompt, and other tokens whose log-probabilities are given
-MOST_ANSWERS = 128
+#: the most outputs of a prompt, and other tokens whose log-probabilities are given
+MOST_OUTPUTS = 128
 MOST_LOGPROBS = 20
 #: whole numbers, with the least of each
 WHOLE = {"top_k": -1, "max_tokens": 1, "min_tokens": 0, "seed": 0, "n": 1, "top_logprobs": 0}
@@ -27,6 +27,12 @@ NUMBERS: dict[str, tuple[str, Callable[[float], bool]]] = {
     "frequency_penalty": ("lie in [-2, 2]", lambda x: -2 <= x <= 2),
     "repetition_penalty": ("be more than 0, and finite", lambda x: 0 < x < math.inf),
 }
+#: how hidden states become one vector
+POOLINGS = ("mean", "last")
+#: answers of one prompt
+MOST_ANSWERS = 1000
+#: to a prompt: a text, or token ids
+Answer = str | Seq[int]
 
 
 @dataclass(frozen=True)
@@ -123,7 +129,7 @@ class SamplingParams:
         object.__setattr__(self, name, value)  # since it is frozen
 
     def _check_together(self) -> None:
-        for name, most in {"n": MOST_ANSWERS, "best_of": MOST_ANSWERS}.items():
+        for name, most in {"n": MOST_OUTPUTS, "best_of": MOST_OUTPUTS}.items():
             if (getattr(self, name) or 0) > most:
                 raise UserError(f"{name} must be {most} or less, not {getattr(self, name)}")
         for name in ("top_logprobs", "prompt_logprobs"):
@@ -187,6 +193,45 @@ def _biases(given) -> tuple[tuple[int, float], ...]:
         if token < 0 or not -100 <= bias <= 100:
             raise UserError(f"logit_bias must lie in [-100, 100] for a token id, not {bias} for {token}")
     return tuple(sorted(found.items()))
+
+
+@dataclass(frozen=True)
+class PoolingParams:
+    """How the hidden states of a text become one vector.
+
+    Attributes:
+        pooling: the "mean" of all its tokens, special ones included, or the "last" one.
+        normalize: scale the vector to length 1.
+
+    Raises:
+        UserError: another value.
+    """
+
+    pooling: str = "mean"
+    normalize: bool = True
+
+    def __post_init__(self):
+        if self.pooling not in POOLINGS:
+            raise UserError(f"pooling must be one of {', '.join(POOLINGS)}, not {self.pooling!r:.60}")
+        if not isinstance(self.normalize, bool):
+            raise UserError(f"normalize must be True or False, not {self.normalize!r:.60}")
+
+
+def check_answers(given) -> list[Answer]:
+    """A user's answers to a prompt. Raises UserError unless they are a list of up to MOST_ANSWERS different texts or
+    lists of token ids."""
+    answers = list_of("answers must be a list of texts, or of lists of token ids", given)
+    if not 0 < len(answers) <= MOST_ANSWERS:
+        raise UserError(f"a prompt has 1 to {MOST_ANSWERS} answers, not {len(answers)}")
+    seen = set()
+    for n, answer in enumerate(answers):
+        if not isinstance(answer, (str, list, tuple)):
+            raise UserError(f"answer {n} must be a text or a list of token ids, not {answer!r:.60}")
+        key = answer if isinstance(answer, str) else repr(answer)
+        if key in seen:
+            raise UserError(f"answer {n}, {answer!r:.60}, is given twice")
+        seen.add(key)
+    return answers
 
 
 def whole_number(name: str, value, least: int) -> int:

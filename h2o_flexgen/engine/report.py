@@ -150,7 +150,7 @@ def _optional(stores: Stores, meter: Meter) -> dict:
     model = stores.model
     job = stores.job
     return {
-        "predicted": job.predict and job.predict(meter.lengths, meter.shared_fraction).of_job(),
+        "predicted": job.predict and job.predict(_passes(meter), meter.shared_fraction).of_job(),
         "weights": sorted({form.name for form in model.formats.values()}) if model.is_quantised else None,
         "compress_weight": model.compress_weight,
         "compress_cache": job.compress_cache,
@@ -158,6 +158,11 @@ def _optional(stores: Stores, meter: Meter) -> dict:
         "in_blocks": any(isinstance(form.operand, Blocks) for form in job.forms.values()) or None,
         "model_revision": model.revision,
     }
+
+
+def _passes(meter: Meter) -> array:
+    """Of each row, in the order in which they began; one that generates nothing takes one."""
+    return array("i", (max(1, length) for length in meter.lengths))
 
 
 def _peak_bytes(device: Device, cpu_pool: int, disk: int) -> dict[str, int]:

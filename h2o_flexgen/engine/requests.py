@@ -23,6 +23,7 @@ from h2o_flexgen.engine.params import (
 )
 from h2o_flexgen.engine.prefixes import shared_tokens
 from h2o_flexgen.engine.step import LogitsSink
+from h2o_flexgen.engine.tasks import TaskSink
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.planning.workload import WINDOW, Workload
 from h2o_flexgen.policy import KVBudget
@@ -152,9 +153,14 @@ def answers_to(
 
 def list_each(prompts, params, keys) -> Iterator[tuple[Prompt, SamplingParams, int]]:
     """Prompts with their parameters and keys; arguments and errors are those of `LLM.generate`."""
-    what = "`prompts` must be a text, or a list of texts, lists of token ids and conversations"
-    prompts = [prompts] if isinstance(prompts, str) else list_of(what, prompts)
+    prompts = prompts_of(prompts)
     return zip(prompts, params_of_each(params, len(prompts)), keys_of_each(keys, len(prompts)))
+
+
+def prompts_of(given: str | Seq[Prompt]) -> list[Prompt]:
+    """One text, or each of several prompts. Raises UserError for anything but a text or a list."""
+    what = "`prompts` must be a text, or a list of texts, lists of token ids and conversations"
+    return [given] if isinstance(given, str) else list_of(what, given)
 
 
 def read_each(prompts: Iterable[Prompt], params, keys) -> Iterator[tuple[Prompt, SamplingParams, int]]:
@@ -234,3 +240,8 @@ def workload_of(rows: list[Sequence]) -> Workload | None:
         logits=logits,
         is_structured=is_structured,
     )
+
+
+def one_pass(sequences: list[Sequence]) -> JobSpec:
+    """A job of sequences that all have a task. What a KV cache would keep of them is not needed."""
+    return JobSpec(sequences, workload_of(sequences), sink=TaskSink())

@@ -21,12 +21,12 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from h2o_flexgen.engine.batch import Chunk, Piece, Sequence
+from h2o_flexgen.engine.batch import Chunk, Piece, PromptPiece, Sequence
 from h2o_flexgen.engine.observer import Observer
 from h2o_flexgen.engine.report import Meter
 from h2o_flexgen.engine.scheduler import Pass
@@ -62,6 +62,14 @@ class LogitsSink(Protocol):
 
         Append the input of the next step to each sequence that still runs, and set `finish_reason` of those that end.
         """
+
+
+@runtime_checkable
+class StatesSink(LogitsSink, Protocol):
+    """A sink that consumes the hidden states of prompts too."""
+
+    def take_states(self, piece: PromptPiece, states: Tensor) -> None:
+        """Consume hidden states (N, W) after the final norm, of all tokens of a piece. They may change afterwards."""
 
 
 class Walk:
@@ -184,6 +192,8 @@ class Walk:
         """Hand the logits that are wanted to the sink, HEAD_ROWS at a time, of all chunks together: each time the head
         may have to be read or decoded."""
         hidden = self._taken(n, chunk, is_head=True)
+        if isinstance(self.sink, StatesSink):
+            self._hand_states(chunk, hidden, w)
         begin = 0
         for piece in chunk.pieces:
             self._wanted += [(s, hidden[begin + token]) for s, token in piece.logits()]
@@ -195,6 +205,12 @@ class Walk:
             del self._wanted[:HEAD_ROWS]
             self.sink.take(list(sequences), self.family.logits(self.spec, w, torch.stack(rows)))
         self._wanted = [(s, row.clone()) for s, row in self._wanted]  # the next chunk may take the place of this one
+
+    def _hand_states(self, chunk: Chunk, hidden: Tensor, w: Weights) -> None:
+        """Hand the hidden states (N, E) of a chunk's prompts to the sink, after the final norm."""
+        for piece, states in zip(chunk.pieces, hidden.split(chunk.sizes)):
+            if piece.is_prompt:
+                self.sink.take_states(piece, self.family.final_states(self.spec, w, states))
 
     # hidden states between stages
 

@@ -11,12 +11,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from h2o_flexgen.engine.answers import AnswerParser
 from h2o_flexgen.engine.messages import Conversation
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.jobs import openai
+from h2o_flexgen.jobs import openai, tasks
 from h2o_flexgen.jobs.content import Content, check_no_array, check_no_table
-from h2o_flexgen.jobs.keys import sampling
+from h2o_flexgen.jobs.keys import RowError, sampling
 
 
 @dataclass
@@ -30,10 +29,10 @@ class Row:
         custom_id: the user's own, unique name for it.
         prompt: a text, token ids or a conversation, or the UserError that says why the row has none.
         params: the `SamplingParams` that it sets.
-        kind: the form of its output: "plain", or OpenAI's "chat" or "completion".
+        kind: the form of its output: "plain", OpenAI's "chat", "completion" or "embedding", or our "score".
         model: the model's name in an OpenAI line.
         logprobs: whether its output has the log-probabilities of its tokens.
-        answer_parser: splits its answer into parts; None if it is not split.
+        task: what is wanted in place of a continuation.
     """
 
     index: int
@@ -45,7 +44,7 @@ class Row:
     kind: str = "plain"
     model: str | None = None
     logprobs: bool = False
-    answer_parser: AnswerParser | None = None
+    task: tasks.Embed | tasks.Score | None = None
 
     @property
     def id(self) -> str | int:
@@ -139,12 +138,12 @@ def count_each(wanted: np.ndarray, values: np.ndarray) -> np.ndarray:
     return np.searchsorted(ordered, wanted, side="right") - np.searchsorted(ordered, wanted)
 
 
-def read_rows(path: str) -> Rows:
-    """The rows of an input file (- for stdin). Raises UserError if it cannot be read, is of another form, holds no
-    rows, or has a custom_id twice."""
+def read_rows(path: str, parse: Callable[[bytes, int, int], Row] | None = None) -> Rows:
+    """The rows of an input file (- for stdin), by default those of `parse_row`. Raises UserError if it cannot be read,
+    is of another form, holds no rows, or has a custom_id twice."""
     content = Content(path)
     check_no_array(content)
-    rows = Rows(f"`input_file` {path}", content, parse_row)
+    rows = Rows(f"`input_file` {path}", content, parse or parse_row)
     if not len(rows):
         raise UserError(f"`input_file` {path} holds no prompts")
     if not rows.has_objects:
@@ -156,8 +155,11 @@ class NotAnObject(UserError):
     """A line that is not a JSON object."""
 
 
-def parse_row(line: bytes, index: int, number: int) -> Row:
-    """The row of a line of an input file; one that cannot be run has an error in place of a prompt."""
+def parse_row(
+    line: bytes, index: int, number: int, parse_task: Callable[[dict, Row], None] = tasks.parse_answers
+) -> Row:
+    """The row of a line of an input file; one that cannot be run has an error in place of a prompt. `parse_task`: sets
+    the task of a plain row, whose other keys have been read."""
     row = Row(index, number, _digest(line))
     try:
         data = _object(line)
@@ -167,12 +169,24 @@ def parse_row(line: bytes, index: int, number: int) -> Row:
         row.custom_id = custom_id
         if openai.is_request(data):
             openai.parse(data, row)
+            if row.kind in tasks.KEYS:
+                tasks.parse_request(data["body"], row)
         else:
             row.params = sampling(data)
             row.prompt = _prompt(data)
             row.set_logprobs(openai.wanted_logprobs(data, row.kind))
+            parse_task(data, row)
     except UserError as e:
         row.prompt = e
+    return row
+
+
+def parse_text(line: bytes, index: int, number: int) -> Row:
+    """The row of a line of an input file to embed: as `parse_row`, but plain rows are embedded, and other requests have
+    an error."""
+    row = parse_row(line, index, number, tasks.parse_embed)
+    if row.kind not in ("plain", "embedding"):
+        row.prompt = RowError("only requests to /v1/embeddings can be embedded: run others with generate", "url")
     return row
 
 

@@ -7,15 +7,17 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from operator import itemgetter
 from pathlib import Path
 
 from h2o_flexgen.engine.batch import Sequence
 from h2o_flexgen.engine.observer import Observer
-from h2o_flexgen.engine.outputs import Answers, RequestOutput, complete
-from h2o_flexgen.engine.params import SamplingParams
-from h2o_flexgen.engine.requests import JobSpec, answers_to
+from h2o_flexgen.engine.outputs import RequestOutput, complete
+from h2o_flexgen.engine.params import PoolingParams, SamplingParams
+from h2o_flexgen.engine.requests import JobSpec
+from h2o_flexgen.engine.sampling import Sampler
+from h2o_flexgen.engine.tasks import TaskSink
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.jobs.admission import Admission
 from h2o_flexgen.jobs.input import Row, Rows
@@ -23,6 +25,7 @@ from h2o_flexgen.jobs.manifest import Manifest, lock, manifest_path
 from h2o_flexgen.jobs.output import DoneRow, Failures, OutputFile, done_row, put_in_order
 from h2o_flexgen.jobs.resume import Done, Left, all_of, left_of
 from h2o_flexgen.jobs.settings import changes, settings_of
+from h2o_flexgen.jobs.task_rows import done_task
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.planning.execution_plan import ExecutionPlan
 from h2o_flexgen.planning.workload import WINDOW
@@ -116,7 +119,7 @@ class Job:
         self,
         llm: LLM,
         rows: Rows,
-        params: SamplingParams,
+        params: SamplingParams | PoolingParams,
         retry_errors: bool = False,
         *,
         may_all_fail: bool = False,
@@ -124,7 +127,7 @@ class Job:
         """Run the rows that are left, and put all in the order of the input. A `Job` runs once: make another to resume.
 
         Args:
-            params: of what a row does not set itself.
+            params: of what a row does not set itself; `PoolingParams` if no row generates.
             retry_errors: run failed rows again.
             may_all_fail: no error if no row can be run: the output file says of each why.
 
@@ -158,7 +161,7 @@ class Job:
         self.output.flush()
         return f"{self.output.written} of {len(rows)} rows are done"
 
-    def _what_is_left(self, llm: LLM, rows: Rows, params: SamplingParams, retry_errors: bool) -> Left:
+    def _what_is_left(self, llm: LLM, rows: Rows, params: SamplingParams | PoolingParams, retry_errors: bool) -> Left:
         """Compare the job with its earlier runs, and log how much is left. Raises UserError if it began with other
         settings, or other rows."""
         if changed := changes(self.before.settings, settings_of(llm, params, self.before.longest_prompt)):
@@ -180,6 +183,15 @@ class Job:
         return left
 
 
+@dataclass
+class Running:
+    """A row that the engine has read; `left`: how many of its sequences have not ended."""
+
+    row: Row
+    sequences: list[Sequence]
+    left: int
+
+
 class JobWriter(Observer):
     """One run of a job: gives the rows that are left to the engine, and writes each as soon as it has finished.
 
@@ -188,13 +200,12 @@ class JobWriter(Observer):
         manifest: what goes on disk when the run begins.
     """
 
-    def __init__(self, job: Job, llm: LLM, rows: Rows, left: Left, params: SamplingParams):
+    def __init__(self, job: Job, llm: LLM, rows: Rows, left: Left, params: SamplingParams | PoolingParams):
         self.job = job
         self.llm = llm
         self.rows = rows
         self.left = left
-        self.running: dict[int, Row] = {}
-        self.answers = Answers()
+        self.running: dict[int, Running] = {}
         self.admission = Admission(llm, rows, left.todo, params)  # of all, before the first is run
         if job.before:
             self._continue(job.before)
@@ -206,7 +217,7 @@ class JobWriter(Observer):
         if not self.admission.lens and not len(self.left.kept):
             raise UserError(f"none of the {len(self.rows)} rows of `input_file` can be run; {self.admission.error}")
 
-    def _begin(self, params: SamplingParams) -> None:
+    def _begin(self, params: SamplingParams | PoolingParams) -> None:
         longest = self.admission.longest
         self.budget = self.llm.kv_budget
         self.compress_cache = self.llm.compress_cache
@@ -234,13 +245,18 @@ class JobWriter(Observer):
         # rows that have ended predict the others, unless the user does
         mean_len = self.job.done.mean_len if self.job.before and self.llm.expect_len is None else None
         workload = replace(self.admission.workload(), mean_len=mean_len, window=WINDOW)
-        self.llm.run(JobSpec(self._sequences(), workload, self.budget, self.compress_cache), self)
+        sink = (
+            TaskSink(Sampler(self.llm.eos_ids, self.llm.tokenizer, self.llm.spec.vocab))
+            if self.admission.has_tasks
+            else None
+        )
+        self.llm.run(JobSpec(self._sequences(), workload, self.budget, self.compress_cache, sink), self)
 
     def _sequences(self) -> Iterator[Sequence]:
         """Read when the engine has room for them."""
-        for row, ids, params in self.admission.admitted():
-            self.running[row.index] = row
-            yield from answers_to(row.index, ids, params, row.key, row.answer_parser)
+        for row, sequences in self.admission.admitted():
+            self.running[row.index] = Running(row, sequences, len(sequences))
+            yield from sequences
 
     def on_plan(self, choice: ExecutionPlan) -> None:
         """A KV budget "auto" has become one of slots, which stays, and so does a format."""
@@ -278,13 +294,22 @@ class JobWriter(Observer):
             old.close()
 
     def on_finished(self, sequences: list[Sequence]) -> None:
-        model = self.llm.model
         for s in sequences:
-            if (answers := self.answers.add(s)) is not None:
-                row = self.running.pop(s.index)
-                output = complete(RequestOutput(s.index, None, s.prompt), answers, model.tokenizer)
-                self._add(row.index, done_row(row, output, model.name, model.tokenizer))
+            running = self.running[s.index]
+            running.left -= 1
+            if not running.left:
+                self._add(s.index, self._done(self.running.pop(s.index)))
         self.job.output.flush()
+
+    def _done(self, running: Running) -> DoneRow:
+        model = self.llm.model
+        row = running.row
+        if row.task is not None:
+            return done_task(row, running.sequences, model.name)
+        output = complete(
+            RequestOutput(row.index, None, running.sequences[0].prompt), running.sequences, model.tokenizer
+        )
+        return done_row(row, output, model.name, model.tokenizer)
 
     def _add(self, index: int, row: DoneRow) -> None:
         self.job.output.add(index, row)

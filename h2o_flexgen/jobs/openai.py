@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 #: the kind of a row by its url
 URLS = {"/v1/chat/completions": "chat", "/v1/completions": "completion"}
+#: those of `jobs.tasks`
+URLS |= {"/v1/embeddings": "embedding", "/v1/score": "score"}
 #: other keys of a body, which are read elsewhere or do not affect the response
 OTHERS = set(
     "model messages prompt logprobs max_completion_tokens chat_template_kwargs user metadata store service_tier "
@@ -46,7 +48,7 @@ def is_request(data: dict) -> bool:
 
 def parse(data: dict, row: Row) -> None:
     """Fill `row` from a request. Raises UserError if it cannot be run; without a custom_id its output can only be a
-    plain row."""
+    plain row. Of a request that generates nothing the body is left to `jobs.tasks`."""
     if row.custom_id is None:
         raise UserError("a request needs a custom_id")
     row.kind = URLS.get(str(data.get("url")), "chat")  # errors look the same in both
@@ -61,6 +63,8 @@ def parse(data: dict, row: Row) -> None:
     sampling(data)  # refuses unsupported keys outside the body too
     if misplaced := [name for name in data if name in HONOURED and not is_empty(data[name])]:
         raise RowError(f"{misplaced[0]} belongs in the body", misplaced[0])
+    if row.kind not in ("chat", "completion"):
+        return
     row.params = sampling(body, is_body=True)
     for name, value in body.items():
         if not (is_empty(value) or name in {*SAMPLING, *STRUCTURED, *REFUSED, *OTHERS}):
@@ -70,7 +74,7 @@ def parse(data: dict, row: Row) -> None:
         row.prompt = conversation(body)
     else:
         refuse_chat_keys(body)
-        row.prompt = _completion_prompt(body.get("prompt"))
+        row.prompt = completion_prompt(body.get("prompt"))
 
 
 def conversation(data: dict) -> Conversation:
@@ -121,7 +125,8 @@ def refuse_chat_keys(data: dict) -> None:
             raise RowError(f"{name} is for messages: leave it out", name)
 
 
-def _completion_prompt(prompt) -> str | list[int]:
+def completion_prompt(prompt) -> str | list[int]:
+    """The prompt of a completion. Raises RowError unless it is one text or one list of token ids."""
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
         prompt = prompt[0]
     if isinstance(prompt, str) or (isinstance(prompt, list) and not any(isinstance(x, (str, list)) for x in prompt)):
@@ -193,6 +198,11 @@ def parts_of(done: CompletionOutput) -> dict:
     """The parts of an answer, those that it has."""
     parts = {name: getattr(done, name) for name in ("reasoning_content", "tool_calls", "content")}
     return {name: value for name, value in parts.items() if value is not None}
+
+
+def success(row: Row, body: dict) -> dict:
+    """The output line of a request that generates nothing."""
+    return _line(row, 200, body)
 
 
 def failure(row: Row, error: UserError, status: int = 400) -> dict:

@@ -224,13 +224,14 @@ class DoneRow:
             raise TypeError
         if "response" not in data:
             error = data.get("error")
-            outputs = [] if error is not None else data.get("outputs", [data])
+            is_text = error is None and not data.keys() & {"embedding", "scores"}
+            outputs = data.get("outputs", [data]) if is_text else []
             return cls(id, data, error, sum(len([*each["token_ids"]]) for each in outputs), len(outputs))
         answer = data["response"]
         if answer["status_code"] != 200:
-            return cls(id, data, answer["body"]["error"]["message"], 0)
+            return cls(id, data, answer["body"]["error"]["message"], 0, 0)
         body = answer["body"]
-        return cls(id, data, None, body["usage"]["completion_tokens"] + 0, len(body["choices"]))
+        return cls(id, data, None, body["usage"].get("completion_tokens", 0) + 0, len(body.get("choices", [])))
 
 
 def done_row(row: Row, output: RequestOutput, model: str, tokenizer) -> DoneRow:
@@ -243,7 +244,7 @@ def done_row(row: Row, output: RequestOutput, model: str, tokenizer) -> DoneRow:
     found = each[0] if len(each) == 1 else {"outputs": each}
     if output.prompt_logprobs is not None:
         found["prompt_logprobs"] = output.prompt_logprobs
-    return DoneRow.of(_begin(row) | found)
+    return DoneRow.of(begin(row) | found)
 
 
 def _plain(row: Row, done: CompletionOutput) -> dict:
@@ -257,10 +258,11 @@ def _plain(row: Row, done: CompletionOutput) -> dict:
 
 def failed_row(row: Row, error: UserError) -> DoneRow:
     """The line of a row that cannot be run."""
-    return DoneRow.of(openai.failure(row, error) if row.kind != "plain" else _begin(row) | {"error": str(error)})
+    return DoneRow.of(openai.failure(row, error) if row.kind != "plain" else begin(row) | {"error": str(error)})
 
 
-def _begin(row: Row) -> dict:
+def begin(row: Row) -> dict:
+    """What the line of every plain row has."""
     return {"index": row.index} | ({} if row.custom_id is None else {"custom_id": row.custom_id})
 
 

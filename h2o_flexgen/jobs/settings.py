@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import fields
+from dataclasses import asdict, fields
 
 from h2o_flexgen import __version__
 from h2o_flexgen.engine.model import LoadedModel
-from h2o_flexgen.engine.sampling import SamplingParams
+from h2o_flexgen.engine.params import PoolingParams, SamplingParams
 from h2o_flexgen.formats import Int8, dtype_name
 from h2o_flexgen.kv_cache import layer_losses
 from h2o_flexgen.llm import LLM
@@ -28,7 +28,7 @@ WORDS = {
 }
 
 
-def settings_of(llm: LLM, params: SamplingParams, longest_prompt: int) -> dict:
+def settings_of(llm: LLM, params: SamplingParams | PoolingParams, longest_prompt: int) -> dict:
     """All that decides the tokens of a row, except the row itself and the slots of its KV cache."""
     budget = llm.kv_budget
     layers = layer_losses(budget.rule) if isinstance(budget, KVBudget) else None
@@ -43,7 +43,7 @@ def settings_of(llm: LLM, params: SamplingParams, longest_prompt: int) -> dict:
         "operands": llm.model.operands,
         "kv_budget": budget.to_dict(longest_prompt) if isinstance(budget, KVBudget) else budget,
         "layers": layers and hashlib.sha256(repr(layers).encode()).hexdigest()[:16],  # the budget only names a file
-        **_sampling(params),
+        **(asdict(params) if isinstance(params, PoolingParams) else _sampling(params)),
         "chat_template_kwargs": llm.model.chat.template_kwargs or None,
         "version": __version__,
     }

@@ -8,6 +8,7 @@ A family is one module of pure functions, named after its `model_type`. A new on
     tensors(spec) -> [Layer]        the embedding, the blocks, the head
     embed(spec, w, gather, ids, positions)      ids (N,) int64 on the CPU -> hidden (N, E)
     block(spec, w, hidden, positions, attend)   hidden (N, E) -> hidden (N, E)
+    final_states(spec, w, hidden)               last hidden states (N, E) -> what the head reads (N, E), after the norm
     logits(spec, w, hidden)                     last hidden states (B, E), contiguous -> logits (B, V)
 
 Layers with a mixture of experts (`Layer.experts`) have three functions instead of `block`; the engine adds what the

@@ -105,8 +105,12 @@ def block(spec: GemmaSpec, w: Weights, hidden: Tensor, positions: Positions | No
     return norm("mlp_post_norm", x).add_(hidden)
 
 
+def final_states(spec: GemmaSpec, w: Weights, hidden: Tensor) -> Tensor:
+    return centred_rms_norm(w, "final_norm", hidden, spec.eps)
+
+
 def logits(spec: GemmaSpec, w: Weights, hidden: Tensor) -> Tensor:
-    return head(spec, w, centred_rms_norm(w, "final_norm", hidden, spec.eps))
+    return head(spec, w, final_states(spec, w, hidden))
 
 
 def head(spec: GemmaSpec, w: Weights, x: Tensor) -> Tensor:

@@ -6,11 +6,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from h2o_flexgen.models import gemma2
-from h2o_flexgen.models.gemma2 import GemmaSpec, block, embed, gemma_spec, logits, tensors
+from h2o_flexgen.models.gemma2 import GemmaSpec, block, embed, final_states, gemma_spec, logits, tensors
 from h2o_flexgen.models.rope import read_rope
 from h2o_flexgen.models.spec import FULL, SLIDING, Config, of_layers, shortened
 
-__all__ = ["block", "embed", "logits", "named", "spec", "tensors"]
+__all__ = ["block", "embed", "final_states", "logits", "named", "spec", "tensors"]
 
 #: as in `gemma2.SIZES`
 SIZES = {

@@ -16,7 +16,19 @@ from h2o_flexgen.models.parts import widened_rms_norm as norm
 from h2o_flexgen.models.rope import Positions, rotation
 from h2o_flexgen.models.spec import FULL, SLIDING, Config, Layer, Tensors, matrix, of_layers, shortened, vectors
 
-__all__ = ["attention", "block", "embed", "expert", "join", "logits", "named", "route", "spec", "tensors"]
+__all__ = [
+    "attention",
+    "block",
+    "embed",
+    "expert",
+    "final_states",
+    "join",
+    "logits",
+    "named",
+    "route",
+    "spec",
+    "tensors",
+]
 
 #: as in `llama.SIZES`, then the values of OWN_KEYS
 SIZES = {
@@ -168,5 +180,9 @@ def join(spec: Gemma4Spec, w: Weights, hidden: Tensor, x: Tensor, total: Tensor)
     return _end(spec, w, hidden, total)
 
 
+def final_states(spec: Gemma4Spec, w: Weights, hidden: Tensor) -> Tensor:
+    return norm(w, "final_norm", hidden, spec.eps)
+
+
 def logits(spec: Gemma4Spec, w: Weights, hidden: Tensor) -> Tensor:
-    return head(spec, w, norm(w, "final_norm", hidden, spec.eps))
+    return head(spec, w, final_states(spec, w, hidden))

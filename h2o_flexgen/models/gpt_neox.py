@@ -11,7 +11,7 @@ from h2o_flexgen.models.parts import Attend, Weights, embed, layer_norm, mlp, pr
 from h2o_flexgen.models.rope import Positions, read_rope, rotation
 from h2o_flexgen.models.spec import Config, Layer, ModelSpec, matrix, vectors
 
-__all__ = ["block", "embed", "logits", "named", "spec", "tensors"]
+__all__ = ["block", "embed", "final_states", "logits", "named", "spec", "tensors"]
 
 #: name -> (layers, hidden width, heads, words)
 SIZES = {
@@ -104,5 +104,9 @@ def block(spec: NeoXSpec, w: Weights, hidden: Tensor, positions: Positions | Non
     return mlp(spec, w, x).add_(summed)
 
 
+def final_states(spec: NeoXSpec, w: Weights, hidden: Tensor) -> Tensor:
+    return layer_norm(w, "final_norm", hidden, spec.eps)
+
+
 def logits(spec: NeoXSpec, w: Weights, hidden: Tensor) -> Tensor:
-    return project(w, "head", layer_norm(w, "final_norm", hidden, spec.eps))
+    return project(w, "head", final_states(spec, w, hidden))

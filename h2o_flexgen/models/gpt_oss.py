@@ -14,7 +14,7 @@ from h2o_flexgen.models.parts import Attend, Weights, embed, project, projection
 from h2o_flexgen.models.rope import Positions
 from h2o_flexgen.models.spec import FULL, SLIDING, Config, Layer, matrix, of_layers
 
-__all__ = ["attention", "embed", "expert", "logits", "named", "route", "spec", "tensors"]
+__all__ = ["attention", "embed", "expert", "final_states", "logits", "named", "route", "spec", "tensors"]
 
 #: as in `llama.SIZES`
 SIZES = {
@@ -102,5 +102,9 @@ def expert(spec: GptOssSpec, w: Weights, x: Tensor) -> Tensor:
     return project(w, "down", (spec.alpha * gate).sigmoid_().mul_(gate).mul_(up))
 
 
+def final_states(spec: GptOssSpec, w: Weights, hidden: Tensor) -> Tensor:
+    return widened_rms_norm(w, "final_norm", hidden, spec.eps)
+
+
 def logits(spec: GptOssSpec, w: Weights, hidden: Tensor) -> Tensor:
-    return project(w, "head", widened_rms_norm(w, "final_norm", hidden, spec.eps))
+    return project(w, "head", final_states(spec, w, hidden))

@@ -12,7 +12,7 @@ from h2o_flexgen.models.parts import Attend, Weights, embed, mlp, project, rms_n
 from h2o_flexgen.models.rope import Positions, read_rope
 from h2o_flexgen.models.spec import Config, Layer, ModelSpec, Tensors, matrix, vectors
 
-__all__ = ["attention", "block", "embed", "logits", "named", "spec", "tensors"]
+__all__ = ["attention", "block", "embed", "final_states", "logits", "named", "spec", "tensors"]
 
 #: name -> (layers, hidden width, MLP width, heads, KV heads, head size, words, positions, theta, tied)
 SIZES = {
@@ -153,5 +153,9 @@ def block(spec: LlamaSpec, w: Weights, hidden: Tensor, positions: Positions | No
     return mlp(spec, w, rms_norm(w, "mlp_norm", hidden, spec.eps)).add_(hidden)
 
 
+def final_states(spec: LlamaSpec, w: Weights, hidden: Tensor) -> Tensor:
+    return rms_norm(w, "final_norm", hidden, spec.eps)
+
+
 def logits(spec: LlamaSpec, w: Weights, hidden: Tensor) -> Tensor:
-    return project(w, "head", rms_norm(w, "final_norm", hidden, spec.eps))
+    return project(w, "head", final_states(spec, w, hidden))

@@ -120,9 +120,11 @@ def block(spec: OptSpec, w: Weights, hidden: Tensor, positions: Positions | None
     return hidden if spec.pre_norm else layer_norm(w, "mlp_norm", hidden, EPS)
 
 
-def logits(spec: OptSpec, w: Weights, hidden: Tensor) -> Tensor:
+def final_states(spec: OptSpec, w: Weights, hidden: Tensor) -> Tensor:
     if spec.final_norm:
         hidden = layer_norm(w, "final_norm", hidden, EPS)
-    if "project_out.weight" in w:
-        hidden = project(w, "project_out", hidden)
-    return project(w, "head", hidden)
+    return project(w, "project_out", hidden) if "project_out.weight" in w else hidden
+
+
+def logits(spec: OptSpec, w: Weights, hidden: Tensor) -> Tensor:
+    return project(w, "head", final_states(spec, w, hidden))

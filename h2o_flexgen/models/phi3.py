@@ -6,12 +6,12 @@ from __future__ import annotations
 from torch import Tensor
 
 from h2o_flexgen.models import llama, parts
-from h2o_flexgen.models.llama import LlamaSpec, embed, logits
+from h2o_flexgen.models.llama import LlamaSpec, embed, final_states, logits
 from h2o_flexgen.models.parts import Attend, Weights, project, rms_norm
 from h2o_flexgen.models.rope import ORIGINAL, Positions, rotation
 from h2o_flexgen.models.spec import Config, Layer, matrix
 
-__all__ = ["block", "embed", "logits", "named", "spec", "tensors"]
+__all__ = ["block", "embed", "final_states", "logits", "named", "spec", "tensors"]
 
 #: as in `llama.SIZES`, then the window
 SIZES = {

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from h2o_flexgen.models import llama
-from h2o_flexgen.models.llama import LlamaSpec, block, embed, logits, tensors
+from h2o_flexgen.models.llama import LlamaSpec, block, embed, final_states, logits, tensors
 from h2o_flexgen.models.spec import MOST_LAYERS, SLIDING, Config, of_layers
 
-__all__ = ["block", "embed", "logits", "named", "spec", "tensors"]
+__all__ = ["block", "embed", "final_states", "logits", "named", "spec", "tensors"]
 
 #: as in `llama.SIZES`
 SIZES = {

@@ -8,13 +8,25 @@ from dataclasses import replace
 from torch import Tensor
 
 from h2o_flexgen.models import llama, qwen3_moe
-from h2o_flexgen.models.llama import attention, block, embed, logits
+from h2o_flexgen.models.llama import attention, block, embed, final_states, logits
 from h2o_flexgen.models.parts import Weights, mlp, project
 from h2o_flexgen.models.qwen2 import windows
 from h2o_flexgen.models.qwen3_moe import Qwen3MoeSpec, expert, qwen_moe_spec, route
 from h2o_flexgen.models.spec import Config, Layer, Tensors, matrix, of_layers
 
-__all__ = ["attention", "block", "embed", "expert", "join", "logits", "named", "route", "spec", "tensors"]
+__all__ = [
+    "attention",
+    "block",
+    "embed",
+    "expert",
+    "final_states",
+    "join",
+    "logits",
+    "named",
+    "route",
+    "spec",
+    "tensors",
+]
 
 #: as in `llama.SIZES`, then experts, those that a token goes through, and widths of an expert and of the shared one
 SIZES = {

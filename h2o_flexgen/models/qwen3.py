@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from h2o_flexgen.models import llama
-from h2o_flexgen.models.llama import LlamaSpec, block, embed, logits, tensors
+from h2o_flexgen.models.llama import LlamaSpec, block, embed, final_states, logits, tensors
 from h2o_flexgen.models.qwen2 import qwen_spec
 from h2o_flexgen.models.spec import Config
 
-__all__ = ["block", "embed", "logits", "named", "spec", "tensors"]
+__all__ = ["block", "embed", "final_states", "logits", "named", "spec", "tensors"]
 
 #: as in `llama.SIZES`
 SIZES = {

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from h2o_flexgen.kernels.experts import Routing
 from h2o_flexgen.models import llama, parts
-from h2o_flexgen.models.llama import LlamaSpec, attention, block, embed, logits
+from h2o_flexgen.models.llama import LlamaSpec, attention, block, embed, final_states, logits
 from h2o_flexgen.models.parts import Weights, mlp, rms_norm
 from h2o_flexgen.models.spec import Config, Layer, matrix
 
-__all__ = ["attention", "block", "embed", "expert", "logits", "named", "route", "spec", "tensors"]
+__all__ = ["attention", "block", "embed", "expert", "final_states", "logits", "named", "route", "spec", "tensors"]
 
 #: as in `llama.SIZES`
 SIZES = {

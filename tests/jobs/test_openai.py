@@ -204,7 +204,7 @@ BAD = [
     (completion(prompt=["a", "b"]), "prompt", "one text"),
     (completion(prompt=None), "prompt", "one text"),
     (completion(prompt=""), None, "empty"),
-    (chat() | {"url": "/v1/embeddings"}, "url", "url must be one of /v1/chat/completions, /v1/completions"),
+    (chat() | {"url": "/v1/responses"}, "url", "url must be one of /v1/chat/completions, /v1/completions"),
     (chat() | {"url": ["x"]}, "url", "url must be"),
     (chat() | {"method": "GET"}, "method", "method must be POST, not 'GET'"),
     (chat() | {"body": "text"}, "body", "body must be an object"),
