@@ -359,7 +359,7 @@ class LLM:
         self.choice = self.planner.choose(
             workload, self.resources(), self._given_policy, job.kv_budget, job.compress_cache
         )
-        bar = ProgressBar(workload.output_tokens, len(self.model.layers), self.progress)
+        bar = ProgressBar(workload.output_tokens, len(workload.prompt_lens), len(self.model.layers), self.progress)
         observers = Observers(writer, bar, self.observer)
         observers.on_plan(self.choice)
         self.choice.plan.check()

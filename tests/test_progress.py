@@ -28,8 +28,8 @@ def test_a_line_for_every_tenth_and_for_every_minute(clock, capsys):
             clock(seconds)
             b.update(n)
     assert capsys.readouterr().err.splitlines() == [
-        "generating: 60 of 1000 tokens, 0.9836 tokens/s",  # a minute
-        "generating: 160 of 1000 tokens, 2.424 tokens/s",  # a tenth, once the last line is a few seconds old
+        "generating: 60 of 1000 tokens, 0.9836 tokens/s, 15:55 left",  # a minute
+        "generating: 160 of 1000 tokens, 2.424 tokens/s, 05:46 left",  # a tenth, some seconds after the last line
         "generating: 1000 of 1000 tokens, 13.16 tokens/s",  # and the last line once
     ]
 
@@ -70,7 +70,7 @@ def test_a_job_shows_its_pass_its_rows_and_the_layer_of_prompts(monkeypatch, cap
     """And the layer, if the pass has a prompt, since it may take minutes."""
     monkeypatch.setattr(progress, "LINE_SECONDS", 0)
     sequences = [Sequence(n, [1, 2], SamplingParams(max_tokens=length)) for n, length in enumerate((5, 3))]
-    job = ProgressBar(total=8, layers=5, show=True)
+    job = ProgressBar(total=8, rows=2, layers=5, show=True)
     job.on_begin()
     job.on_pass(sequences)
     job.on_layer(2)
@@ -87,10 +87,10 @@ def test_a_job_shows_its_pass_its_rows_and_the_layer_of_prompts(monkeypatch, cap
     job.on_layer(4)
     job.close()
     lines = capsys.readouterr().err.splitlines()
-    assert [re.sub(r", \S+ tokens/s", "", line) for line in lines] == [
-        "generating: 0 of 8 tokens, pass 1 of 2 rows, layer 3/5",
-        "generating: 2 of 8 tokens, pass 1 of 2 rows, layer 5/5",
-        "generating: 4 of 8 tokens, pass 2 of 2 rows",
-        "generating: 4 of 5 tokens, pass 2 of 2 rows",
-        "generating: 5 of 5 tokens, pass 3 of 1 rows",
+    assert [re.sub(r", \S+ tokens/s(, \S+ left)?| \(\S+/s\)", "", line) for line in lines] == [
+        "generating: 0 of 8 tokens, 0 of 2 rows done, pass 1 of 2 rows, layer 3/5",
+        "generating: 2 of 8 tokens, 0 of 2 rows done, pass 1 of 2 rows, layer 5/5",
+        "generating: 4 of 8 tokens, 0 of 2 rows done, pass 2 of 2 rows",
+        "generating: 4 of 5 tokens, 0 of 2 rows done, pass 2 of 2 rows",
+        "generating: 5 of 5 tokens, 1 of 2 rows done, pass 3 of 1 rows",
     ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from h2o_flexgen.engine.batch import Sequence
 from h2o_flexgen.planning.execution_plan import ExecutionPlan
 from h2o_flexgen.utils.progress import bar
@@ -56,16 +58,19 @@ class TokenCounter:
 
 
 class ProgressBar(Observer):
-    """Shows generated tokens on stderr.
+    """Shows generated tokens on stderr, and how many rows are done.
 
     Args:
         total: the most tokens that can be generated; None if unknown.
+        rows: of the job.
         layers: stages of a pass, embedding and head included.
         show: False shows nothing.
     """
 
-    def __init__(self, total: int | None, layers: int, show: bool):
+    def __init__(self, total: int | None, rows: int, layers: int, show: bool):
         self.total = total
+        self.rows = rows
+        self.done = 0
         self.layers = layers
         self.show = show
         self.bar = None
@@ -73,6 +78,7 @@ class ProgressBar(Observer):
         self.passes = 0
 
     def on_begin(self) -> None:  # not earlier, since loading the weights shows its own bar
+        self.begun = time.monotonic()
         self.bar = bar(desc="generating", total=self.total, unit="tokens", show=self.show, leave=True)
 
     def on_pass(self, rows: list[Sequence]) -> None:
@@ -82,10 +88,15 @@ class ProgressBar(Observer):
 
     def on_layer(self, j: int) -> None:
         layer = f", layer {j + 1}/{self.layers}" if self.has_new else ""
-        self.bar.set_postfix_str(f"pass {self.passes} of {len(self.counter.rows)} rows{layer}", refresh=self.has_new)
+        done = f"{self.done} of {self.rows} rows done"
+        if self.done:
+            done += f" ({self.done / max(1e-9, time.monotonic() - self.begun):.3g}/s)"
+        shown = f"{done}, pass {self.passes} of {len(self.counter.rows)} rows{layer}"
+        self.bar.set_postfix_str(shown, refresh=self.has_new)
         self.bar.update(self.counter.new())
 
     def on_finished(self, rows: list[Sequence]) -> None:
+        self.done += len(rows)
         if self.total is not None:  # some may have stopped early
             self.bar.total -= sum(max(0, s.params.max_tokens - len(s.tokens)) for s in rows if s.task is None)
             self.bar.refresh()

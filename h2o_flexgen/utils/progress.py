@@ -93,5 +93,8 @@ class Lines:
         of = "" if self.total is None else f" of {amount(self.total)}"
         parts = [f"{amount(self.n)}{of} {self.unit}", self.postfix]
         if self.n and self.iterable is None:
-            parts.append(f"{amount(self.n / max(1e-9, time.monotonic() - self.start))} {self.unit}/s")
+            seconds = max(1e-9, time.monotonic() - self.start)
+            parts.append(f"{amount(self.n / seconds)} {self.unit}/s")
+            if self.total is not None and self.total > self.n:
+                parts.append(f"{tqdm.format_interval((self.total - self.n) * seconds / self.n)} left")
         return f"{self.desc}: {', '.join(filter(None, parts))}"
