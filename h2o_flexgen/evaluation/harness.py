@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable
 
 import torch
 
 from h2o_flexgen.engine.params import SamplingParams
 from h2o_flexgen.errors import UserError
+from h2o_flexgen.evaluation.arguments import LLM_ARGUMENTS, check_numbers, llm_arguments
 from h2o_flexgen.evaluation.settings import check_outputs
-from h2o_flexgen.kv_cache import check_rule
 from h2o_flexgen.llm import LLM
-from h2o_flexgen.policy import DEFAULT_RULE, GIB, KVBudget
 
 try:
     import lm_eval.models  # noqa: F401 - the harness adds its own models only where there are none
@@ -27,13 +25,8 @@ log = logging.getLogger(__name__)
 
 #: arguments that the harness gives to every model; batches are up to the policy
 FROM_HARNESS = ("batch_size", "max_batch_size", "trust_remote_code")
-#: arguments that LLM takes under the same names
-PASSED = "path revision policy device dtype compress_weight compress_cache compute offload_dir".split()
-BUDGET = "hh_ratio recent_ratio hh_size recent_size".split()
-#: in GiB
-LIMITS = "mem gpu_mem cpu_mem disk_mem".split()
 #: what --model_args may name
-KNOWN = ["pretrained", *PASSED, *BUDGET, "kv_rule", *LIMITS, "max_length", "add_bos_token", "prefix_token_id"]
+KNOWN = ["pretrained", *LLM_ARGUMENTS, "max_length", "add_bos_token", "prefix_token_id"]
 #: arguments of a generation that are obeyed, and others with the one value that changes nothing
 GENERATION = "until max_gen_toks do_sample temperature top_k top_p".split()
 NEUTRAL = {"num_beams": 1, "repetition_penalty": 1.0}
@@ -81,14 +74,10 @@ class HarnessLM(TemplateLM):
         unknown = [name for name in options if name not in KNOWN]
         if unknown:
             raise UserError(f"unknown in --model_args: {', '.join(unknown)}; known: {', '.join(KNOWN)}")
-        sizes = {name: options.pop(name, None) for name in BUDGET}
-        limits = {name: options.pop(name, None) for name in LIMITS}
-        _check_numbers(sizes | limits | {"max_length": max_length, "prefix_token_id": prefix_token_id})
-        budget = _budget(options.pop("kv_rule", None), sizes)
-        limits = {name: _bytes(name, gib) for name, gib in limits.items()}
+        check_numbers({"max_length": max_length, "prefix_token_id": prefix_token_id})
         if device == "cuda:0" and not torch.cuda.is_available():
             device = "auto"
-        self.llm = LLM(pretrained, kv_budget=budget, device=device, **options, **limits)
+        self.llm = LLM(pretrained, **llm_arguments(options | {"device": device}))
         self.tokenizer = self.llm.tokenizer
         spec = self.llm.spec
         if self.tokenizer is None:
@@ -275,26 +264,3 @@ class HarnessLM(TemplateLM):
         budget = self.llm.kv_budget
         if budget is not None and (budget.hh_ratio is not None or budget.recent_ratio is not None):
             raise UserError(f"{why}: a ratio of the longest context says nothing, give `hh_size` and `recent_size`")
-
-
-def _check_numbers(arguments: dict) -> None:
-    for name, value in arguments.items():
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
-            raise UserError(f"`{name}` must be a number, not {value!r}")
-
-
-def _bytes(name: str, gib: float | None) -> int | None:
-    if gib is not None and not 0 < gib < math.inf:
-        raise UserError(f"`{name}` must be more than 0 GiB, not {gib}")
-    return gib and int(gib * GIB)
-
-
-def _budget(kv_rule: str | None, sizes: dict) -> KVBudget | None:
-    """The KV budget of --model_args, None for a full cache."""
-    if kv_rule is not None:
-        check_rule(kv_rule)  # before tasks are loaded
-    if any(value is not None for value in sizes.values()):
-        return KVBudget(**sizes, rule=kv_rule or DEFAULT_RULE)
-    if kv_rule is not None:
-        raise UserError("`kv_rule` says which tokens a KV budget keeps: give one too, such as hh_ratio=0.2")
-    return None

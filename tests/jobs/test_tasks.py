@@ -165,7 +165,7 @@ BAD = [
     (score(prompt=[5] * 1280, answers=[[5], [6, 7]]), None, "1282 tokens, more than the model's 1280 positions"),
     (score(messages=HELLO), "prompt", "messages or prompt, not both"),
     (score(max_tokens=5), "max_tokens", "for requests that generate text"),
-    (score(n=2), "n", "n is not supported"),
+    (score(n=2), "n", "for requests that generate text"),
     (score(text_1="a"), "text_1", "not supported"),
 ]
 
