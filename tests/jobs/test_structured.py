@@ -116,6 +116,14 @@ def test_tokens_that_must_follow_share_a_pass(folder, budget, percent):
         assert together.top_logprobs is None or len(together.top_logprobs) == len(together.token_ids)
 
 
+def test_a_choice_of_single_tokens_takes_one_pass(folder):
+    passes = Passes()
+    params = SamplingParams(max_tokens=50, structured=Structured(choice=["a", "b", "c"]))
+    with LLM(str(folder), Policy(4), observer=passes, **OPTIONS) as llm:
+        outputs = llm.generate(TEXTS, params)
+    assert passes.rows == [4] and all(output.outputs[0].text in "abc" for output in outputs)
+
+
 def test_the_length_that_cuts_json_short_is_told(folder):
     params = SamplingParams(max_tokens=4, structured=SHAPES[0])
     with LLM(str(folder), Policy(1), **OPTIONS) as llm:
