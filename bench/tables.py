@@ -348,6 +348,10 @@ def layer_slots(data: dict) -> list[dict]:
     return found
 
 
+def structured_rows(data: dict) -> list[dict]:
+    return [{"tier": tier} | data[tier] for tier in ("RAM", "disk")]
+
+
 def losses_by_bits(data: dict) -> list[dict]:
     found = []
     for row in data["rows"]:
@@ -538,6 +542,17 @@ VERSIONS = Table(
     against_older,
 )
 TABLES = {
+    "structured": Table(
+        {
+            "weights and cache in": "{tier}",
+            "tokens/s": "{plain:.1f}",
+            "with a schema": "{structured:.1f}",
+            "ratio, median of pairs": "{ratio:.2f}",
+        },
+        structured_rows,
+        above="Random schemas: {validity[schemas]}; texts that ended: {validity[ended]}, of these valid: "
+        "{validity[valid]}.",
+    ),
     "jobs_kills": KILLS,
     "jobs_kills_demo_model": KILLS,
     "peer_settings": Table(
