@@ -40,3 +40,22 @@ def maxima(begin, end, logits, tokens, sums):
             n += 1
         tokens[r] = n
         sums[r] = most + np.log(total)
+
+
+@njit(nogil=True, cache=True)
+def allowed_maxima(begin, end, logits, allowed, tokens):
+    """Write the index of the largest logit whose bit is set, of equal ones the first, of rows `begin` to `end` of
+    logits (N, V), floats, to tokens (N,) int64. allowed: (N, words) uint32, a bit for each logit, the lowest first."""
+    for r in range(begin, end):
+        row = logits[r]
+        most = np.float32(-np.inf)
+        found = 0
+        for w in range(allowed.shape[1]):
+            word = allowed[r, w]
+            if word == 0:
+                continue
+            for n in range(w * 32, min(w * 32 + 32, len(row))):
+                if word >> np.uint32(n % 32) & np.uint32(1) and float_of(row[n]) > most:
+                    most = float_of(row[n])
+                    found = n
+        tokens[r] = found

@@ -46,6 +46,7 @@ class Sequence:
         path: the last node of the prefix that it shares.
         rank: how many rows of the job began before it.
         answer: which of the answers to the prompt it is.
+        is_whole: nothing follows the last of `tokens`, which is no input then.
         error: why it ended with finish_reason "error".
         top_logprobs: for each of `tokens`, if wanted, the most likely ones with their log-probabilities.
         prompt_logprobs: the same for the prompt's tokens after `wanted`, with their own.
@@ -67,6 +68,7 @@ class Sequence:
     path: Node | None = None
     rank: int = 0
     answer: int = 0
+    is_whole: bool = False
     error: str = "the model's hidden states overflowed for this prompt"
     top_logprobs: list[dict[int, float]] = field(default_factory=list)
     prompt_logprobs: list[dict[int, float]] = field(default_factory=list)
@@ -90,8 +92,8 @@ class Sequence:
 
     @property
     def inputs(self) -> list[int]:
-        """Tokens that have not been inputs yet; the logits after each but the last score the next one."""
-        return self.tokens[len(self.logprobs) - 1 :]
+        """Tokens that have not been inputs yet; the logits after each score the next one, or choose it."""
+        return self.tokens[len(self.logprobs) - 1 : len(self.tokens) - self.is_whole]
 
     def append(self, token: int, logprob: float) -> bool:
         """Append a token, unless the sequence has ended; returns whether it did. A `logprob` that is not finite ends

@@ -159,8 +159,9 @@ def complete(output: RequestOutput, answers: list[Sequence], tokenizer) -> Reque
     if failed:
         output.error = failed[0]
         return output
-    best = sorted(answers, key=mean_logprob, reverse=True)[: first.params.n]
-    kept = sorted(best, key=lambda s: s.answer) if first.params.best_of is None else best
+    kept = answers
+    if first.params.best_of is not None:
+        kept = sorted(answers, key=mean_logprob, reverse=True)[: first.params.n]
     output.outputs = [completion(s, tokenizer, n) for n, s in enumerate(kept)]
     if first.params.prompt_logprobs is not None:
         output.prompt_logprobs = [None, *first.prompt_logprobs]
@@ -168,7 +169,7 @@ def complete(output: RequestOutput, answers: list[Sequence], tokenizer) -> Reque
 
 
 def mean_logprob(s: Sequence) -> float:
-    return sum(s.logprobs) / len(s.logprobs)
+    return sum(s.logprobs) / max(1, len(s.logprobs))
 
 
 def complete_score(output: ScoreOutput, answers: list[Sequence], greedy_token_ids: dict[int, list[int]]) -> ScoreOutput:

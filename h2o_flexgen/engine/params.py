@@ -119,6 +119,8 @@ class SamplingParams:
         self._set("ignore_eos", bool(self.ignore_eos))
         self._set("stop", _texts("stop", "a stop string", self.stop))
         self._set("bad_words", _texts("bad_words", "a bad word", self.bad_words))
+        if any(0xD800 <= ord(c) < 0xE000 for word in self.bad_words for c in word):
+            raise UserError("bad_words must be valid Unicode: one holds half a surrogate pair")
         self._set("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids or ()))
         self._set("logit_bias", _biases(self.logit_bias))
         if self.allowed_token_ids is not None:
@@ -182,11 +184,20 @@ def _token_ids(name: str, given) -> tuple[int, ...]:
     return tuple(sorted({whole_number(f"each of {name}", token, 0) for token in ids}))
 
 
+def _token(given) -> int:
+    """Raises ValueError for anything but a whole number or its digits."""
+    if isinstance(given, Integral) and not isinstance(given, bool):
+        return int(given)
+    if isinstance(given, str) and given.isascii() and given.isdecimal():
+        return int(given)
+    raise ValueError
+
+
 def _biases(given) -> tuple[tuple[int, float], ...]:
     """Sorted by token. JSON's objects have their tokens as texts."""
     pairs = given.items() if isinstance(given, Mapping) else given or ()
     try:
-        found = {int(token): _number("a logit_bias", bias) for token, bias in pairs}
+        found = {_token(token): _number("a logit_bias", bias) for token, bias in pairs}
     except (TypeError, ValueError):
         raise UserError(f"logit_bias must have a number for each token id, not {given!r:.60}") from None
     for token, bias in found.items():

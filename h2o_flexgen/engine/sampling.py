@@ -16,7 +16,7 @@ from h2o_flexgen.engine.logits import LogitChanges
 from h2o_flexgen.engine.masks import Masks
 from h2o_flexgen.engine.params import SamplingParams
 from h2o_flexgen.engine.stop import StopStrings, decode
-from h2o_flexgen.kernels.rowwise import maxima
+from h2o_flexgen.kernels.rowwise import allowed_maxima, forbid, maxima
 from h2o_flexgen.planning.workload import SAMPLE_ROWS
 
 #: at lower temperatures sampling is greedy, and dividing by them would overflow
@@ -53,9 +53,9 @@ class Sampler:
         self.changes = LogitChanges(eos_ids, tokenizer)
         self.masks = Masks(tokenizer, vocab, eos_ids)
 
-    def expect(self, rows: list[Sequence]) -> None:
+    def expect(self, rows: list[Sequence], at_once: bool) -> None:
         """As `step.LogitsSink`."""
-        self.masks.expect(rows)
+        self.masks.expect(rows, at_once)
 
     def take(self, sequences: list[Sequence], logits: Tensor) -> None:
         """As `step.LogitsSink`. A sequence with logits that are not finite ends with an error."""
@@ -65,13 +65,16 @@ class Sampler:
             few = sequences[at : at + SAMPLE_ROWS]
             known = _known_tokens(few)
             _score(few, rows, known)
+            for s in {few[n] for n in known}:
+                self._is_complete(s)
             chosen = [n for n, s in enumerate(few) if n not in known and not self._is_complete(s)]
             if chosen:
                 self._take([few[n] for n in chosen], rows if len(chosen) == len(few) else rows[chosen])
 
     def _take(self, sequences: list[Sequence], logits: Tensor) -> None:
         draws = [Draw(s.key, len(s.tokens), s.answer) for s in sequences]
-        choice = sample(logits, [s.params for s in sequences], draws, self._changed(sequences, logits))
+        greedy, changed = self._changed(sequences, logits)
+        choice = sample(logits, [s.params for s in sequences], draws, changed, greedy)
         tops = alternatives(logits, choice.tokens, [s.params.top_logprobs for s in sequences])
         for n, (s, token, logprob) in enumerate(zip(sequences, choice.tokens.tolist(), choice.logprobs.tolist())):
             if s.append(token, tops[n].logprob if n in tops else logprob):
@@ -79,20 +82,29 @@ class Sampler:
                     s.top_logprobs.append(tops[n].most_likely)
                 self._end(s)
 
-    def _changed(self, sequences: list[Sequence], logits: Tensor) -> dict[int, Tensor]:
-        """By row, the logits (V,) fp32 of rows whose parameters change them."""
+    def _changed(self, sequences: list[Sequence], logits: Tensor) -> tuple[dict[int, int], dict[int, Tensor]]:
+        """By row: the token of greedy rows that only have a mask; the logits (V,) fp32 of other rows whose parameters
+        change them."""
         masked = [n for n, s in enumerate(sequences) if s.params.structured is not None and s.finish_reason is None]
         wanted = [n for n, s in enumerate(sequences) if self.changes.are_wanted(s)]
-        rows = sorted({*masked, *wanted})
-        if not rows:
-            return {}
-        wide = dict(zip(rows, logits[rows].float()))
-        for apply, those in ((self.masks.apply, masked), (self.changes.apply, wanted)):
-            if those:
-                changed = torch.stack([wide[n] for n in those])
-                apply(changed, [sequences[n] for n in those])
-                wide.update(zip(those, changed))
-        return wide
+        if not masked and not wanted:
+            return {}, {}
+        allowed = dict(zip(masked, self.masks.allowed([sequences[n] for n in masked]))) if masked else {}
+        simple = [n for n in masked if n not in wanted and sequences[n].params.temperature < GREEDY_BELOW]
+        greedy = {}
+        if simple:
+            found = allowed_maxima(logits[simple], np.stack([allowed[n] for n in simple]))
+            greedy = dict(zip(simple, found.tolist()))
+        wide = {}
+        for n in sorted({*masked, *wanted}.difference(simple)):
+            row = logits[n : n + 1].float()
+            row = forbid(row, allowed[n][None]) if n in allowed else row.clone()
+            if n in wanted:
+                self.changes.apply(row, [sequences[n]])
+            if row.isneginf().all():
+                sequences[n].fail("its parameters allow no token to come next")
+            wide[n] = row[0]
+        return greedy, wide
 
     def _end(self, s: Sequence) -> None:
         """Set `finish_reason` if the newest token ends the sequence."""
@@ -102,7 +114,7 @@ class Sampler:
         if s.params.structured is not None:
             self.masks.advance(s)
         if s.params.stop and is_long:
-            s.text = self.stop_strings.text_before(s.tokens, s.params.stop)
+            s.text = self.stop_strings.text_before(s.tokens, s.params.stop, s.params.min_tokens)
         if is_end and s.text is not None:
             # a stop string may begin inside the text of the last token, which is left out
             s.text = min(s.text, decode(self.stop_strings.tokenizer, s.tokens[:-1]), key=len)
@@ -197,7 +209,7 @@ class TeacherForcing:
         self._next = {index: iter(tokens) for index, tokens in targets.items()}
         self.greedy_token_ids: dict[int, list[int]] = defaultdict(list)
 
-    def expect(self, rows: list[Sequence]) -> None:
+    def expect(self, rows: list[Sequence], at_once: bool) -> None:
         """As `step.LogitsSink`."""
 
     def take(self, sequences: list[Sequence], logits: Tensor) -> None:
@@ -212,7 +224,11 @@ class TeacherForcing:
 
 
 def sample(
-    logits: Tensor, params: list[SamplingParams], draws: list[Draw], changed: dict[int, Tensor] | None = None
+    logits: Tensor,
+    params: list[SamplingParams],
+    draws: list[Draw],
+    changed: dict[int, Tensor] | None = None,
+    known: dict[int, int] | None = None,
 ) -> Choice:
     """Choose one token per row, each by its own parameters.
 
@@ -222,9 +238,12 @@ def sample(
         draws: of each row. They and the seed alone decide its random number, whatever its batch, its neighbours and the
             pass.
         changed: by row, logits (V,) fp32 to choose by in place of the model's.
+        known: by row, the token of rows for which it has been chosen.
     """
     tokens, sums = maxima(logits)
     changed = changed or {}
+    for row, token in (known or {}).items():
+        tokens[row] = token
     for row, its in changed.items():
         tokens[row] = its.argmax(-1)
     for group in _groups(params):

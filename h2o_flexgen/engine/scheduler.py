@@ -199,7 +199,7 @@ class Scheduler:
         left = (FORCED - 1) * self.sizes[k]
         counts = []
         for place, s in enumerate(rows):
-            extra = min(s.pending, left)
+            extra = min(len(s.inputs) - 1, left)
             left -= extra
             counts.append(1 + extra)
             if extra and place not in batch.places:  # more than a token of it changes

@@ -53,8 +53,9 @@ Stage = Callable[[int, Chunk, Weights], None]
 class LogitsSink(Protocol):
     """Consumes logits: a `Sampler` turns them into tokens, `TeacherForcing` scores a text."""
 
-    def expect(self, rows: list[Sequence]) -> None:
-        """Prepare for the logits of these rows, which a pass that begins now will compute."""
+    def expect(self, rows: list[Sequence], at_once: bool) -> None:
+        """Prepare for the logits of these rows, which a pass that begins now will compute. `at_once`: several tokens of
+        a row in one pass take less time than a pass each, since weights come from a slower tier."""
 
     def take(self, sequences: list[Sequence], logits: Tensor) -> None:
         """Consume logits (B, V), one row for each of B sequences. A sequence that is listed several times has a row for
@@ -103,7 +104,7 @@ class Walk:
     def run(self, pass_: Pass) -> None:
         """Give each row of a pass its next token, or end it."""
         self._begin(pass_)
-        self.sink.expect(pass_.rows)
+        self.sink.expect(pass_.rows, self.device.is_cuda or bool(self.weights.groups))
         for number, stage in enumerate(self._stages()):
             interrupts.check()
             routed = self._routed.values()

@@ -69,11 +69,17 @@ class StopStrings:
     def _names_special(self, text: str) -> bool:
         return any(name in text for name in self._special.values())
 
-    def text_before(self, tokens: list[int], stop: tuple[str, ...]) -> str | None:
-        """The text of `tokens` up to the first stop string, or None if it contains none.
+    def text_before(self, tokens: list[int], stop: tuple[str, ...], least: int = 0) -> str | None:
+        """The text of `tokens` up to the first stop string, or None if it contains none that ends behind the first
+        `least` tokens.
 
         Must be called after every token: a stop string that ends before the newest one may be missed.
         """
+        if least:
+            text = decode(self.tokenizer, tokens)
+            begin = len(decode(self.tokenizer, tokens[:least]))
+            places = [text.find(each, max(0, begin - len(each) + 1)) for each in stop]
+            return min((text[:at] for at in places if at >= 0), key=len, default=None)
         found = (self._before_shown(tokens, stop), self._before_special(tokens, self._naming(stop)))
         return min((text for text in found if text is not None), key=len, default=None)
 

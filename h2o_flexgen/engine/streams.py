@@ -152,9 +152,7 @@ class Streams:
         self.stores.caches.drain()
         for s in rows:
             if s.finish_reason == "error":
-                raise UserError(
-                    f"the model's hidden states overflowed in stream {s.index} (use `dtype` bfloat16 or float32)"
-                )
+                raise UserError(f"stream {s.index}: {s.error}")
             stream = self.streams[s.index]
             stream.seen = s.length
             stream.last_prompt = s.prompt_end
@@ -181,7 +179,7 @@ class Streams:
 class DiscardLogits:
     """A sink that ignores logits, for chunks that only fill the caches."""
 
-    def expect(self, rows: list[Sequence]) -> None:
+    def expect(self, rows: list[Sequence], at_once: bool) -> None:
         """As `step.LogitsSink`."""
 
     def take(self, sequences: list[Sequence], logits: Tensor) -> None:

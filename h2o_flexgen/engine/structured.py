@@ -60,6 +60,12 @@ class Structured:
     @property
     def source(self) -> str:
         """The grammar as llguidance reads it. Raises UserError without llguidance, or for a grammar in a wrong form."""
+        try:
+            return self._source()
+        except ValueError as e:  # also for text that is not valid Unicode
+            raise UserError(f"structured output cannot be read: {one_line(str(e))}") from None
+
+    def _source(self) -> str:
         guidance = llguidance()
         if self.json is not None or self.json_object:
             schema = self.json or '{"type": "object"}'
@@ -68,10 +74,7 @@ class Structured:
             return guidance.LLMatcher.grammar_from_regex(self.regex)
         if self.choice is not None:
             return guidance.grammar_from("choice", json.dumps(self.choice))
-        try:
-            return guidance.grammar_from("grammar", self.grammar)
-        except ValueError as e:
-            raise UserError(f"the grammar cannot be read: {one_line(str(e))}") from None
+        return guidance.grammar_from("grammar", self.grammar)
 
     def check(self) -> None:
         """Raises UserError for what nothing can match, what is not supported, such as a keyword of a schema, and what
@@ -83,9 +86,9 @@ class Structured:
 def _schema(value) -> str:
     try:
         schema = json.loads(value) if isinstance(value, str) else value
-        if not isinstance(schema, (Mapping, bool)):
+        if not isinstance(schema, Mapping) and schema is not True:
             raise UserError(f"a JSON schema is an object, not {type(schema).__name__}")
-        return json.dumps(schema)
+        return json.dumps({} if schema is True else schema)
     except (ValueError, TypeError, RecursionError) as e:
         raise e if isinstance(e, UserError) else UserError(f"the JSON schema cannot be read: {e}") from None
 
@@ -108,7 +111,8 @@ def _error_of(structured: Structured) -> str:
 
 
 def one_line(text: str) -> str:
-    return " ".join(text.split())[:300]
+    """The beginning of a message of llguidance, without the parser's state."""
+    return " ".join(text.partition("<state>")[0].split())[:300]
 
 
 def llguidance():

@@ -29,10 +29,10 @@ class TaskSink:
         self.sampler = sampler
         self._sums: WeakKeyDictionary[Node, Tensor] = WeakKeyDictionary()  # (W,) of the states of a node's own tokens
 
-    def expect(self, rows: list[Sequence]) -> None:
+    def expect(self, rows: list[Sequence], at_once: bool) -> None:
         """As `step.LogitsSink`."""
         if self.sampler is not None:
-            self.sampler.expect(rows)
+            self.sampler.expect(rows, at_once)
 
     def take(self, sequences: list[Sequence], logits: Tensor) -> None:
         """As `step.LogitsSink`. A sequence with log-probabilities that are not finite ends with an error."""

@@ -42,12 +42,29 @@ def maxima(logits: Tensor) -> tuple[Tensor, Tensor]:
     return places, sums
 
 
+def allowed_maxima(logits: Tensor, allowed: np.ndarray) -> Tensor:
+    """For each row of logits (N, V) the index of the largest that is allowed, the first among equals: (N,) int64.
+    allowed: (N, words) uint32, a bit for each logit, the lowest one first."""
+    if not _by_loops(logits):
+        return forbid(logits.float(), allowed).argmax(-1)
+    places = torch.empty(len(logits), dtype=torch.int64)
+    _each_row(threads.compiled().rowwise.allowed_maxima, logits, float_array(logits), allowed, places.numpy())
+    return places
+
+
+def forbid(logits: Tensor, allowed: np.ndarray) -> Tensor:
+    """Logits (N, V) with minus infinity in place of those that are not allowed, as for `allowed_maxima`."""
+    bits = np.unpackbits(allowed.view(np.uint8), axis=1, bitorder="little")[:, : logits.shape[1]]
+    return logits.masked_fill(torch.from_numpy(bits == 0).to(logits.device), -torch.inf)
+
+
 def prepare(dtype: torch.dtype) -> None:
     """Compile the loops for a job that computes in `dtype`, or read them from numba's cache."""
     row = torch.ones(1, 1, dtype=dtype)
     rms_norm(row, row[0], 1.0)
     rms_norm(row, row[0].float(), 1.0)
     maxima(row)
+    allowed_maxima(row, np.ones((1, 1), np.uint32))
 
 
 def _by_loops(*tensors: Tensor) -> bool:

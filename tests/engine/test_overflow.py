@@ -97,8 +97,8 @@ def test_a_sequence_that_overflows_after_its_end_is_unaffected(poisoned, monkeyp
     prompts = healthy_prompts(model, 7, [20, 19, 9, 8], 18, None)
     real = sampling.sample
 
-    def sample(logits, params, draws, changed):
-        choice = real(logits, params, draws, changed)
+    def sample(logits, params, draws, *rest):
+        choice = real(logits, params, draws, *rest)
         first = sampling.Draw(key=1, step=0)
         if first in draws:
             choice.tokens[draws.index(first)] = 7  # ends this sequence

@@ -108,7 +108,8 @@ def test_tokens_that_must_follow_share_a_pass(folder, budget, percent):
                     patch.setattr(Masks, "advance", lambda self, s: self._matchers[s].consume_token(s.tokens[-1]))
                 found.append([each.outputs[0] for each in llm.generate(["a", "Say it.", "b c d", "e"], params)])
         count = max(len(each.token_ids) for each in found[-1][:3])
-        assert (sum(rows > 1 for rows in passes.rows) < count / 2) == joint
+        streams = percent[0] == 0  # weights in RAM make a pass cheap
+        assert (sum(rows > 1 for rows in passes.rows) < 0.75 * count) == (joint and streams)
     for together, alone in zip(*found):
         assert (together.text, together.token_ids) == (alone.text, alone.token_ids)
         assert together.logprobs == pytest.approx(alone.logprobs, abs=1e-4)
