@@ -101,5 +101,8 @@ def begun(store, args: argparse.Namespace) -> dict:
     batch = store.unfinished()
     if batch is None or args.restart or not store.job_path(batch.id).exists():
         return {}
-    with Job(str(store.job_path(batch.id))) as job:
-        return resumed(job, args)
+    try:
+        with Job(str(store.job_path(batch.id))) as job:
+            return resumed(job, args)
+    except UserError:  # its rows are damaged: the batch will fail
+        return {}

@@ -43,6 +43,7 @@ class Meter:
         self.shared_tokens = 0
         self.row_steps = 0
         self.prompt_tokens = 0
+        self.prompts = 0  # some have several answers
         self.lengths = array("i")
         self._chunks: list[tuple] = []  # (prompt share, begin, end)
         self._prefill = 1.0  # the fraction of the last pass that was prefill
@@ -75,6 +76,7 @@ class Meter:
                 s.rank = len(self.lengths)
                 self.lengths.append(0)
                 self.prompt_tokens += len(s.prompt)
+                self.prompts += s.answer == 0
         for s in pass_.rows:
             if s.finish_reason is not None:
                 self.lengths[s.rank] = len(s.tokens)
@@ -106,7 +108,7 @@ def report_of(stores: Stores, meter: Meter) -> dict:
     job = stores.job
     planned = {tier: job.plan.needed(tier) for tier in TIERS}
     disk = stores.transport.disk_bytes() + model.source.copy_bytes
-    prompts = {"num_prompts": len(meter.lengths), "prompt_len": job.workload.longest, "gen_len": job.workload.gen_len}
+    prompts = {"num_prompts": meter.prompts, "prompt_len": job.workload.longest, "gen_len": job.workload.gen_len}
     stalls = stores.device.stall_seconds
     phases = _phases(meter)
     prefill, decode = (phases[phase]["bytes_moved"] for phase in PHASES)

@@ -37,6 +37,8 @@ HEADER = re.compile(rb'"?[\w .-]+"?([,;\t]"?[\w .-]+"?)+')
 STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?')
 #: bytes that are read at once
 BLOCK = 1 << 18
+#: bytes of the longest line
+LONGEST = 256 << 20
 #: bytes of a temporary file that stay in memory
 SPOOL_BYTES = 4 << 20
 
@@ -73,6 +75,8 @@ class Content:
                 *lines, last = bytes(rest).splitlines(keepends=True)
                 yield from lines
                 rest = bytearray(last)
+            if len(rest) > LONGEST:
+                raise UserError(f"`input_file` {self.path} has a line of more than {LONGEST} bytes")
         if rest:
             yield bytes(rest)
 

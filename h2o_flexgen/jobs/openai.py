@@ -248,5 +248,9 @@ def _chat_logprob(token: int, logprob: float, tokenizer) -> dict:
 def _completion_logprobs(done: CompletionOutput, tokenizer) -> dict:
     texts = _token_texts(tokenizer, done.token_ids)
     offsets = [0, *accumulate(map(len, texts))]
-    top = done.top_logprobs and [dict(zip(_token_texts(tokenizer, each), each.values())) for each in done.top_logprobs]
+    top = None
+    if done.top_logprobs:
+        each = zip(done.token_ids, done.logprobs, done.top_logprobs)
+        with_own = [{token: logprob} | likely for token, logprob, likely in each]
+        top = [dict(zip(_token_texts(tokenizer, likely), likely.values())) for likely in with_own]
     return {"tokens": texts, "token_logprobs": done.logprobs, "top_logprobs": top, "text_offset": offsets[:-1]}

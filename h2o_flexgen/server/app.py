@@ -5,6 +5,7 @@ https://platform.openai.com/docs/api-reference
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 
@@ -13,7 +14,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -32,6 +33,15 @@ log = logging.getLogger(__name__)
 INTERACTIVE = ("chat/completions", "completions", "responses", "embeddings")
 #: the most bytes of a body that is no upload
 BODY_BYTES = 1 << 17
+
+
+class Json(Response):
+    """In ASCII: clients may have sent half a surrogate pair, which UTF-8 cannot hold."""
+
+    media_type = "application/json"
+
+    def render(self, content) -> bytes:
+        return json.dumps(content).encode()
 
 
 class Api:
@@ -73,7 +83,7 @@ class Api:
     def one_model(self, request: Request) -> Response:
         if (id := request.path_params["id"]) != self.model:
             raise not_found("model", id)
-        return JSONResponse(self._model())
+        return Json(self._model())
 
     def _model(self) -> dict:
         return {"id": self.model, "object": "model", "created": self.started, "owned_by": "h2o_flexgen"}
@@ -99,15 +109,15 @@ class Api:
                 form.feed(piece)
             form.check()
             file = await run_in_threadpool(self.store.add_file, content, form.filename)
-        return JSONResponse(file.to_dict())
+        return Json(file.to_dict())
 
     def file(self, request: Request) -> Response:
-        return JSONResponse(self.store.file(request.path_params["id"]).to_dict())
+        return Json(self.store.file(request.path_params["id"]).to_dict())
 
     def delete(self, request: Request) -> Response:
         id = request.path_params["id"]
         self.store.remove_file(id)
-        return JSONResponse({"id": id, "object": "file", "deleted": True})
+        return Json({"id": id, "object": "file", "deleted": True})
 
     def content(self, request: Request) -> Response:
         file = self.store.file(request.path_params["id"])
@@ -121,7 +131,7 @@ class Api:
 
     async def create(self, request: Request) -> Response:
         body = await read_body(request)
-        return JSONResponse(await run_in_threadpool(self._create, body))
+        return Json(await run_in_threadpool(self._create, body))
 
     def _create(self, body: bytes) -> dict:
         params = batch_params(body)
@@ -134,10 +144,10 @@ class Api:
         return self._shown(self.store.add_batch(model=self.model, **params, **found))
 
     def batch(self, request: Request) -> Response:
-        return JSONResponse(self._shown(self.store.batch(request.path_params["id"])))
+        return Json(self._shown(self.store.batch(request.path_params["id"])))
 
     def cancel(self, request: Request) -> Response:
-        return JSONResponse(self._shown(self.store.cancel(request.path_params["id"])))
+        return Json(self._shown(self.store.cancel(request.path_params["id"])))
 
     def _shown(self, batch: Batch) -> dict:
         return batch.to_dict(self.worker.progress(batch))
@@ -146,7 +156,7 @@ class Api:
 def listed(data: list[dict], has_more: bool) -> Response:
     """OpenAI's list object."""
     ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {"first_id": None, "last_id": None}
-    return JSONResponse({"object": "list", "data": data, "has_more": has_more} | ends)
+    return Json({"object": "list", "data": data, "has_more": has_more} | ends)
 
 
 async def read_body(request: Request) -> bytes:
@@ -189,7 +199,7 @@ def make_app(api: Api, key: str | None) -> ASGIApp:
 
 
 def on_api_error(request: Request | None, error: ApiError) -> Response:
-    return JSONResponse(error.to_dict(), error.status)
+    return Json(error.to_dict(), error.status)
 
 
 def on_http_error(request: Request, error: HTTPException) -> Response:

@@ -66,9 +66,6 @@ class Form:
             raise ApiError(413, message, param="file", code="file_too_large")
         if not self._sizes["file"]:
             raise ApiError(400, "file is missing or empty", param="file")
-        for name in self.fields:
-            if name != "purpose":
-                raise ApiError(400, f"{name} is not supported: leave it out", param=name)
         if self.fields.get("purpose") != b"batch":
             raise ApiError(400, "purpose must be batch", param="purpose")
 
@@ -99,6 +96,8 @@ class Form:
             self.filename = label(options[b"filename"])
         elif self._name in self.fields or self._name == "file":
             raise ApiError(400, f"{self._name} must be given once, and file with a file name", param=self._name)
+        elif self._name != "purpose":
+            raise ApiError(400, f"{self._name} is not supported: leave it out", param=self._name)
         else:
             self.fields[self._name] = b""
 

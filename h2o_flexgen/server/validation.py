@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from h2o_flexgen.errors import UserError
+from h2o_flexgen.jobs.content import GZIP
 from h2o_flexgen.jobs.input import Row, read_rows
 from h2o_flexgen.jobs.openai import URLS
 
@@ -15,6 +16,8 @@ MOST_ERRORS = 100
 def check_input(path: Path, endpoint: str) -> dict:
     """The `total` of a batch's requests, or the `errors` for which it fails, as the fields of a `Batch`. A request
     that only cannot be run is no error here: its own response says why."""
+    if is_packed(path):  # it may be thousands of times as large
+        return {"errors": [error_of("the file is compressed: upload it as plain JSON lines")]}
     try:
         rows = read_rows(str(path))
         errors = []
@@ -24,6 +27,11 @@ def check_input(path: Path, endpoint: str) -> dict:
     except UserError as e:
         return {"errors": [error_of(without_path(str(e), path))]}
     return {"errors": errors} if errors else {"total": len(rows)}
+
+
+def is_packed(path: Path) -> bool:
+    with open(path, "rb") as file:
+        return file.read(len(GZIP)) == GZIP
 
 
 def _problem(row: Row, endpoint: str) -> str | None:

@@ -65,6 +65,8 @@ class Worker:
         """Run a batch to its end. If the disk is full, wait a moment: the next call goes on. Raises OtherSettings."""
         try:
             batch = self.store.begin(batch.id)
+            if batch.has_ended:  # it was cancelled just before
+                return
             problem = None if batch.status == "cancelling" else self._run_job(batch)
             self._end(self.store.finalize(batch.id), problem)
         except (OSError, UserError) as e:
@@ -145,18 +147,28 @@ class Worker:
 
     def _end(self, batch: Batch, problem: str | None) -> None:
         """Keep the results of a batch, and remove its job. Raises OSError if they cannot be written."""
+        try:
+            found = self._results(batch)
+        except UserError as e:  # its rows are damaged
+            if is_full(e):
+                raise
+            found = {}
+            problem = problem or str(e)
+        if problem is not None:
+            self.store.move(batch.id, "failed", errors=[error_of(problem) | {"code": "job_failed"}], **found)
+        else:
+            self.store.move(batch.id, "cancelled" if batch.status == "cancelling" else "completed", **found)
+        self.store.remove_job(batch.id)
+
+    def _results(self, batch: Batch) -> dict:
+        """The files of a batch's rows, and what is counted of them, as fields of a `Batch`."""
         tally = Tally(self.store.job_path(batch.id))
         name = f"file-{batch.id.removeprefix('batch_')}"
         found = {
             "output_file_id": self.store.add_results(f"{name}-output", f"{batch.id}_output.jsonl", tally.responses()),
             "error_file_id": self.store.add_results(f"{name}-error", f"{batch.id}_error.jsonl", tally.errors()),
         }
-        found |= {"completed": tally.completed, "failed": tally.failed, "usage": tally.usage()}
-        if problem is not None:
-            self.store.move(batch.id, "failed", errors=[error_of(problem) | {"code": "job_failed"}], **found)
-        else:
-            self.store.move(batch.id, "cancelled" if batch.status == "cancelling" else "completed", **found)
-        self.store.remove_job(batch.id)
+        return found | {"completed": tally.completed, "failed": tally.failed, "usage": tally.usage()}
 
 
 class Running(Observer):

@@ -190,3 +190,55 @@ FIELDS = ("token_ids", "logprobs", "top_logprobs")
 def test_what_cannot_be_used_is_named(given, say):
     with pytest.raises(UserError, match=re.escape(say)):
         Structured(**given).check()
+
+
+def test_a_row_that_cannot_go_on_fails_alone(folder):
+    """A grammar that explodes, one that the vocabulary cannot meet, an empty text, and options that allow nothing."""
+    explodes = Structured(regex=r"(([a-z ]{1,300}|[b-y ]{2,299}){1,300}x){1,300}")
+    params = [
+        SamplingParams(max_tokens=200, structured=explodes, temperature=1.0),
+        SamplingParams(max_tokens=5, structured=Structured(grammar='start: <[299]> <[999999]> "a"')),
+        SamplingParams(max_tokens=5, structured=Structured(regex="")),
+        SamplingParams(max_tokens=5, allowed_token_ids=[2], min_tokens=2),
+        SamplingParams(max_tokens=5, ignore_eos=True),
+    ]
+    with LLM(str(folder), Policy(5), **OPTIONS) as llm:
+        outputs = llm.generate(["a"] * 5, params)
+    errors = [output.error for output in outputs]
+    assert all("structured output" in error for error in errors[:2]) and "allow no token" in errors[3]
+    assert outputs[2].outputs[0].text == "" and outputs[2].outputs[0].finish_reason == "stop"
+    assert len(outputs[4].outputs[0].token_ids) == 5
+
+
+@pytest.mark.parametrize(
+    "given",
+    [dict(json={"title": "\ud800"}), dict(regex="\ud800"), dict(choice=["\ud800"]), dict(grammar="start: /\ud800/")],
+    ids=lambda given: next(iter(given)),
+)
+def test_text_that_is_not_unicode_is_refused(given):
+    with pytest.raises(UserError):
+        Structured(**given).check()
+
+
+def test_any_json_is_a_schema():
+    Structured(json=True).check()
+
+
+def test_a_stream_has_each_token_once(folder):
+    params = SamplingParams(max_tokens=60, structured=Structured(regex="<[ab]: and nothing else than this>"))
+    with LLM(str(folder), Policy(1, percent=(0, 0, 100, 0, 100, 0)), **OPTIONS) as llm, llm.session() as session:
+        prompt = llm.tokenizer.encode("Say it.")
+        output = session.generate("Say it.", params)
+        session.generate("And", SamplingParams(max_tokens=1))
+        after = llm.tokenizer.encode("And", add_special_tokens=False)
+        assert session.lengths() == len(prompt) + len(output.token_ids) + len(after) + 1
+
+
+def test_stop_strings_count_from_min_tokens_on(folder):
+    params = SamplingParams(max_tokens=30, structured=Structured(regex="(ab){20}"))
+    with LLM(str(folder), Policy(1), **OPTIONS) as llm:
+        assert llm.generate("x", params)[0].outputs[0].text[:10] == "ab" * 5
+        bias = {llm.tokenizer.encode(c, add_special_tokens=False)[0]: 100 for c in "a"}
+        late = SamplingParams(max_tokens=9, stop=["a"], min_tokens=4, logit_bias=bias)
+        output = llm.generate("x", late)[0].outputs[0]
+    assert output.text == "aaaa" and len(output.token_ids) == 5 and output.finish_reason == "stop"

@@ -65,8 +65,8 @@ def call_of(name, arguments) -> ToolCall | None:
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
         return None
     try:
-        return ToolCall(name, json.dumps(arguments, ensure_ascii=False))
-    except RecursionError:
+        return ToolCall(name, json.dumps(arguments, ensure_ascii=False, allow_nan=False))
+    except (RecursionError, ValueError):  # a number so large that it became Infinity
         return None
 
 

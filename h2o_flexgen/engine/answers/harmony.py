@@ -10,6 +10,8 @@ https://cookbook.openai.com/articles/openai-harmony
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from typing import NamedTuple
 
 from h2o_flexgen.engine.answers.calls import Answer, ToolCall, call_of, json_at
 
@@ -17,11 +19,24 @@ MARKERS = tuple(f"<|{name}|>" for name in ("start", "channel", "constrain", "mes
 SIGN = r"to=functions\.NAME"
 #: in a template that writes reasoning
 REASONING = "<|channel|>analysis"
-_MESSAGE = re.compile(
-    r"(?P<header>.*?)<\|message\|>(?P<body>.*?)(?:<\|end\|>|<\|call\|>|<\|return\|>|(?=<\|start\|>)|\Z)", re.DOTALL
-)
+_MESSAGE = "<|message|>"
+_END = re.compile(r"<\|end\|>|<\|call\|>|<\|return\|>|(?=<\|start\|>)|\Z")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _FUNCTION = re.compile(r"to=functions\.([^\s<]+)")
+
+
+class Message(NamedTuple):
+    header: str
+    body: str
+    whole: str
+
+
+def _messages(text: str) -> Iterator[Message]:
+    begin = 0
+    while (mark := text.find(_MESSAGE, begin)) >= 0:
+        end = _END.search(text, mark + len(_MESSAGE))
+        yield Message(text[begin:mark], text[mark + len(_MESSAGE) : end.start()], text[begin : end.end()])
+        begin = end.end()
 
 
 def parse(text: str, has_tools: bool) -> Answer:
@@ -29,15 +44,15 @@ def parse(text: str, has_tools: bool) -> Answer:
     reasoning = []
     content = []
     calls = []
-    for message in _MESSAGE.finditer(text):
-        function = _FUNCTION.search(message["header"])
-        call = _call(function[1], message["body"]) if function and has_tools else None
+    for message in _messages(text):
+        function = _FUNCTION.search(message.header)
+        call = _call(function[1], message.body) if function and has_tools else None
         if call is not None:
             calls.append(call)
-        elif function is None and _channel(message["header"]) == "analysis":
-            reasoning.append(message["body"])
+        elif function is None and _channel(message.header) == "analysis":
+            reasoning.append(message.body)
         else:
-            content.append(message[0] if function else message["body"])
+            content.append(message.whole if function else message.body)
     if not (reasoning or content or calls) and not text.startswith("<|channel|>"):
         content = [text]  # not in this format
     return Answer("\n".join(content) or None, "\n".join(reasoning) or None, tuple(calls))
