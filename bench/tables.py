@@ -542,6 +542,10 @@ VERSIONS = Table(
     against_older,
 )
 TABLES = {
+    "labels": Table(
+        {"labels are": "{way}", "seconds": "{seconds:.1f}", "speed": "{speed:.1f}x"},
+        above="{conversations} conversations, up to {tokens} tokens generated.",
+    ),
     "structured": Table(
         {
             "weights and cache in": "{tier}",

@@ -15,7 +15,7 @@ from h2o_flexgen.engine.structured import Structured, llguidance, one_line
 #: bits of a word of a mask
 WORD = 32
 #: grammars that are kept compiled
-COMPILED = 256
+COMPILED = 32
 
 
 @lru_cache(maxsize=1)  # making one takes a second
