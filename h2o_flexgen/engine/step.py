@@ -55,7 +55,7 @@ class LogitsSink(Protocol):
 
     def expect(self, rows: list[Sequence], at_once: bool) -> None:
         """Prepare for the logits of these rows, which a pass that begins now will compute. `at_once`: several tokens of
-        a row in one pass take less time than a pass each, since weights come from a slower tier."""
+        a row in one pass take less time than a pass each."""
 
     def take(self, sequences: list[Sequence], logits: Tensor) -> None:
         """Consume logits (B, V), one row for each of B sequences. A sequence that is listed several times has a row for
@@ -92,6 +92,9 @@ class Walk:
         self.family = family(self.spec.model_type)
         self.token_bytes = self.spec.state_width * self.dtype.itemsize
         self.prefetch = Prefetcher(stores)
+        # weights that stream make a pass expensive; of a cache that streams, forced tokens would write back whole rows
+        has_resident_cache = {"gpu"} >= set(stores.job.placement.cache.values())
+        self._at_once = has_resident_cache and (self.device.is_cuda or bool(self.weights.groups))
         self._layers = [n for n, layer in enumerate(stores.model.layers) for _ in layer.units]  # by stage
         self._trimmed = time.perf_counter()
         self._hidden: dict[int, Tensor] = {}  # by chunk, of those that stay on the device
@@ -104,7 +107,7 @@ class Walk:
     def run(self, pass_: Pass) -> None:
         """Give each row of a pass its next token, or end it."""
         self._begin(pass_)
-        self.sink.expect(pass_.rows, self.device.is_cuda or bool(self.weights.groups))
+        self.sink.expect(pass_.rows, self._at_once)
         for number, stage in enumerate(self._stages()):
             interrupts.check()
             routed = self._routed.values()

@@ -94,7 +94,7 @@ class Passes(Observer):
 
 
 @pytest.mark.parametrize("budget", [None, KVBudget.from_size(6, 6)], ids=["full", "h2o"])
-@pytest.mark.parametrize("percent", [(100, 0, 100, 0, 100, 0), (0, 0, 0, 0, 0, 0)], ids=["ram", "disk"])
+@pytest.mark.parametrize("percent", [(100, 0, 100, 0, 100, 0), (0, 0, 100, 0, 100, 0)], ids=["ram", "disk"])
 def test_tokens_that_must_follow_share_a_pass(folder, budget, percent):
     """With the tokens and log-probabilities of one step each, beside rows that take one step each."""
     shape = Structured(regex="<[ab]: and nothing else than [cd]>")
