@@ -15,6 +15,7 @@ from h2o_flexgen.planning.workload import (
     HEAD_ROWS,
     Workload,
     batch_sizes,
+    grammar_bytes,
     group_rows,
     matmul_rows,
     micro_tokens,
@@ -154,6 +155,7 @@ def plan_policy(
     process_tier = "cpu" if shapes.cuda else "gpu"
     plan.add(process_tier, "the process itself", resources.baseline)
     plan.add(process_tier, "generated tokens", workload.output_bytes)
+    plan.add(process_tier, "grammars of structured output", grammar_bytes(workload, sum(batches)))
     _plan_weights(plan, shapes, placement)
     begin = len(plan.items)
     plan.items += _weight_buffers(shapes, placement, policy.overlap)

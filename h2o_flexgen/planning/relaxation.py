@@ -23,7 +23,7 @@ from h2o_flexgen.planning.constraints import Constraints
 from h2o_flexgen.planning.cost import CostModel, Part, batches_of
 from h2o_flexgen.planning.memory import Resources, decode_rows, may_slice, shared_bytes
 from h2o_flexgen.planning.traffic import Amount, Flows, Offloaded
-from h2o_flexgen.planning.workload import Workload, batch_sizes
+from h2o_flexgen.planning.workload import Workload, batch_sizes, grammar_bytes
 from h2o_flexgen.planning.workspace import workspace_bytes
 from h2o_flexgen.policy import KINDS, TIERS, Policy
 from h2o_flexgen.storage.queues import double_buffers, kv_buffers
@@ -166,8 +166,9 @@ class Relaxation:
         return nbytes if self.shapes.cuda else nbytes + self._process_bytes(policy)
 
     def _process_bytes(self, policy: Policy) -> int:
-        """RAM of the process itself and of the generated tokens."""
-        return self.resources.baseline + self.constraints.planned(self.workload, policy).output_bytes
+        """RAM of the process itself, of the generated tokens and of grammars."""
+        grammars = grammar_bytes(self.workload, min(policy.block_size, self.num_prompts))
+        return self.resources.baseline + self.constraints.planned(self.workload, policy).output_bytes + grammars
 
     def phases(self, policy: Policy, x: RelaxedPlacement) -> list[tuple[float, Flows]]:
         """[(number of passes, what runs at the same time in one)] for prefill and decode of a block, with all layers as

@@ -28,6 +28,8 @@ ALL_EXPERTS = 0.9
 GROUP_ROWS = 128
 
 
+#: bytes of what structured output knows of a row: its place in a grammar, and states that it has seen
+GRAMMAR_BYTES = 512 << 10
 #: with structured output, the most tokens of a pass of decode steps are this many times the places
 FORCED = 4
 
@@ -78,6 +80,11 @@ class Workload:
         rows = min(rows, self.window)
         running = max(1, rows // WINDOW_BLOCKS)
         return rows * self.longest * PROMPT_TOKEN_BYTES + running * self.gen_len * TOKEN_BYTES
+
+
+def grammar_bytes(workload: Workload, places: int) -> int:
+    """RAM for the grammars of rows with structured output, which run in so many places."""
+    return places * GRAMMAR_BYTES * workload.is_structured
 
 
 class Batch(NamedTuple):
