@@ -51,7 +51,7 @@ def folder(talker):
     return talker
 
 
-POLICIES = [Policy(4), Policy(2, 2, percent=(0, 0, 0, 0, 0, 0)), Policy(1, 1, percent=(100, 0, 100, 0, 100, 0))]
+POLICIES = [Policy(4), Policy(2, 2, percent=(0, 0, 0, 0, 0, 0))]
 
 
 @pytest.mark.parametrize("budget", [None, KVBudget.from_size(6, 6)], ids=["full", "h2o"])
@@ -61,7 +61,7 @@ def test_texts_match_and_do_not_depend_on_their_neighbours(folder, budget):
     params = []
     for n in range(len(prompts)):
         shape = (*SHAPES, None)[n % 6]
-        params.append(SamplingParams(temperature=n % 2, seed=n, max_tokens=120, structured=shape, ignore_eos=True))
+        params.append(SamplingParams(temperature=n % 2, seed=n, max_tokens=70, structured=shape, ignore_eos=True))
     found = []
     for policy in POLICIES:
         with LLM(str(folder), policy, budget, **OPTIONS) as llm:
