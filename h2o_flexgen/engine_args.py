@@ -16,7 +16,8 @@ from h2o_flexgen.engine.observer import Observer
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.formats import Format, dtype_name
 from h2o_flexgen.formats.forms import experts_of
-from h2o_flexgen.kernels.linear import READ_AS_STORED, int8_operands
+from h2o_flexgen.kernels.int8 import takes_blocks
+from h2o_flexgen.kernels.linear import int8_operands
 from h2o_flexgen.machine import memory
 from h2o_flexgen.machine.device import Device
 from h2o_flexgen.machine.profile import Profile
@@ -138,8 +139,8 @@ class EngineArgs:
         if self.compute != "int8":
             return None
         experts = [form for name, form in formats.items() if experts_of(name)[1]]
-        if asked is None and self._lacks_room(spec, formats):
-            asked = READ_AS_STORED
+        if asked is None and takes_blocks() and self._lacks_room(spec, formats):
+            asked = True
         return int8_operands(formats.values(), cuda, asked) | int8_operands(experts, cuda, asked, of_experts=True)
 
     def _lacks_room(self, spec: ModelSpec, formats: dict[str, Format]) -> bool:

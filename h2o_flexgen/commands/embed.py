@@ -7,7 +7,7 @@ import json
 import sys
 
 from h2o_flexgen.commands import options
-from h2o_flexgen.commands.generate import planned, rate
+from h2o_flexgen.commands.generate import planned, rate, resumed
 from h2o_flexgen.commands.options import JOB, LLM_OPTIONS, MACHINE, PLACEMENT
 from h2o_flexgen.commands.output import describe_policy, name_at, print_text
 from h2o_flexgen.engine.params import POOLINGS, PoolingParams
@@ -59,9 +59,7 @@ def run(args: argparse.Namespace) -> None:
 
     arguments = {name: getattr(args, name) for name in (PASSED if policy else [*PASSED, *SEARCHED])}
     with Job(args.output_file, args.restart) as job:
-        arguments |= job.matmuls
-        if job.dtype and args.dtype == "auto":
-            arguments["dtype"] = job.dtype
+        arguments |= resumed(job, args)
         with LLM(policy=policy or args.policy or "auto", observer=planned(args), **arguments) as llm:
             job.run(llm, rows, PoolingParams(args.pooling, args.normalize), args.retry_errors)
             finish(llm.report, args, job.failures)

@@ -115,7 +115,6 @@ class Sequence:
 class Round(NamedTuple):
     """A token of some rows of a piece."""
 
-    rows: list[int]  # of the piece
     tokens: list[int]  # of the piece
     places: list[int]  # of the rows in the KV block
     lengths: Rows
@@ -164,7 +163,7 @@ class Piece:
             length = torch.tensor([self.rows[row].length + n for row in rows])
             ends = torch.tensor([self.rows[row].prompt_end for row in rows])
             places = [self.places[row] for row in rows]
-            found.append(Round(rows, [begins[row] + n for row in rows], places, Rows.steps(length, ends)))
+            found.append(Round([begins[row] + n for row in rows], places, Rows.steps(length, ends)))
         return found
 
     @cached_property

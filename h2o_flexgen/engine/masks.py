@@ -53,6 +53,7 @@ class Masks:
         """Begin to compute the masks of rows that will have logits in this pass. With `at_once` tokens that must follow
         are appended together."""
         wanted = [s for s in rows if s.params.structured is not None and s.finish_reason is None]
+        self._matchers = {s: self._matchers[s] for s in wanted if s in self._matchers}  # the others have ended
         self._work = self._pool.submit(self._compute, wanted, at_once) if wanted else None
 
     def _compute(self, rows: list[Sequence], at_once: bool) -> None:
@@ -109,7 +110,3 @@ class Masks:
         if matcher.is_error():
             s.fail(f"structured output: {one_line(matcher.get_error())}")
         return matcher.is_stopped() and not matcher.is_error()
-
-    def forget(self, s: Sequence) -> None:
-        """Free what a row that has ended needed."""
-        self._matchers.pop(s, None)

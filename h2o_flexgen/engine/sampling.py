@@ -95,16 +95,16 @@ class Sampler:
         if simple:
             found = allowed_maxima(logits[simple], np.stack([allowed[n] for n in simple]))
             greedy = dict(zip(simple, found.tolist()))
-        wide = {}
-        for n in sorted({*masked, *wanted}.difference(simple)):
-            row = logits[n : n + 1].float()
-            row = forbid(row, allowed[n][None]) if n in allowed else row.clone()
-            if n in wanted:
-                self.changes.apply(row, [sequences[n]])
-            if row.isneginf().all():
+        others = sorted({*masked, *wanted}.difference(simple))
+        wide = logits[others].float()
+        for row, n in enumerate(others):
+            if n in allowed:
+                wide[row] = forbid(wide[row : row + 1], allowed[n][None])
+        self.changes.apply(wide, [sequences[n] for n in others])
+        for n, is_empty in zip(others, wide.isneginf().all(-1).tolist()):
+            if is_empty:
                 sequences[n].fail("its parameters allow no token to come next")
-            wide[n] = row[0]
-        return greedy, wide
+        return greedy, dict(zip(others, wide))
 
     def _end(self, s: Sequence) -> None:
         """Set `finish_reason` if the newest token ends the sequence."""
@@ -122,8 +122,6 @@ class Sampler:
             s.finish_reason = "stop"
         elif not self._is_complete(s) and s.finish_reason is None and len(s.tokens) == s.params.max_tokens:
             s.finish_reason = "length"
-        if s.finish_reason is not None:
-            self.masks.forget(s)
 
     def _is_complete(self, s: Sequence) -> bool:
         """End a structured output that cannot go on, without the token that ends a text, once all of it is scored."""
@@ -131,7 +129,6 @@ class Sampler:
             return False
         s.text = decode(self.stop_strings.tokenizer, s.tokens)
         s.finish_reason = "stop"
-        self.masks.forget(s)
         return True
 
 

@@ -25,8 +25,6 @@ from h2o_flexgen.kernels.operands import Grouped, Int8Weight, SlicedWeight
 from h2o_flexgen.kernels.rates import HALF_TYPES, INT8, ROWS, KernelRates
 from h2o_flexgen.kernels.timing import measure
 
-#: as `asked` of `int8_operands`: blocks are read as stored wherever this CPU can
-READ_AS_STORED = "as stored"
 #: bytes of a head that are decoded or read at once, and what divides the rows of such a slice
 SLICE_BYTES = 16 << 20
 SLICE_MULTIPLE = 16
@@ -145,12 +143,12 @@ def packs_int8() -> bool:
 
 
 def int8_operands(
-    formats: Iterable[Format], cuda: bool, asked: bool | str | dict[str, str] | None = None, of_experts: bool = False
+    formats: Iterable[Format], cuda: bool, asked: bool | dict[str, str] | None = None, of_experts: bool = False
 ) -> dict[str, str]:
     """What matmuls in int8 read of matrices in these formats: {`operand_key` of a quantised format: its name if they
     read it as stored, else that of `Int8`}. Blocks are read as stored (`block_tiles`) on CPUs where that is hardly
-    slower, by experts always, or as `asked`: for all blocks, for those that can be (READ_AS_STORED), or for each
-    format, as in an earlier result. Raises UserError if it is asked for and this CPU cannot."""
+    slower, by experts always, or as `asked`: for all blocks, or for each format, as in an earlier result. Raises
+    UserError if it is asked for and this CPU cannot."""
     found: dict[str, str] = {}
     for form in formats:
         if not form.is_dense:
@@ -162,13 +160,11 @@ def int8_operands(
     return found
 
 
-def _is_read_as_stored(form: Format, cuda: bool, asked: bool | str | None, of_experts: bool) -> bool:
+def _is_read_as_stored(form: Format, cuda: bool, asked: bool | None, of_experts: bool) -> bool:
     if form == Int8():
         return True
     if cuda or asked is False or not isinstance(form, Blocks) or form.tile is None:
         return False
-    if asked == READ_AS_STORED:
-        return int8.takes_blocks()
     if asked and not int8.takes_blocks():
         raise UserError("`in_blocks`, or the job that is resumed, needs a CPU with AVX2, to multiply weights as stored")
     return int8.takes_blocks() and (asked or of_experts or rates().takes_blocks(form.name))
