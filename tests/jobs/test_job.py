@@ -292,7 +292,7 @@ def test_a_job_with_other_operands_has_other_settings(old, new, message):
 
 def test_options_that_change_no_token_may_change(job, out, tmp_path):
     assert job(rows=ROWS[:3])[0] == 0
-    code, err = job("--gpu-batch-size", 4, "--offload-dir", tmp_path / "elsewhere", "--gpu-mem", 1)
+    code, err = job("--gpu-batch-size", 4, "--offload-dir", tmp_path / "elsewhere", "--gpu-mem", 2)
     assert code == 0, err
 
 
