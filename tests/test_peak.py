@@ -13,7 +13,7 @@ import pytest
 from command_tools import FP32, ON_DISK, ON_GPU, end, environment, percent, start, wide
 
 from h2o_flexgen import LLM, Policy, SamplingParams
-from h2o_flexgen.engine import step
+from h2o_flexgen.engine import runner, step
 from h2o_flexgen.machine.device import CpuDevice
 
 pytest_plugins = ["command_tools"]
@@ -147,6 +147,24 @@ def test_an_exception_that_is_kept_holds_no_weights(model):
         gc.collect()
         assert weights[0]() is None
         assert raised.value is not None  # and with it the traceback
+
+
+def test_the_stores_of_a_job_go_with_it_and_not_when_python_looks_for_cycles(model, monkeypatch):
+    used = []
+
+    def walk(stores, *args):
+        used.append(weakref.ref(stores))
+        return step.Walk(stores, *args)
+
+    monkeypatch.setattr(runner, "Walk", walk)
+    with LLM(str(model), device="cpu", dtype="float32", progress=False) as llm:
+        gc.collect()
+        gc.disable()
+        try:
+            llm.generate([[5, 6, 7], [8]], SamplingParams(max_tokens=3))
+            assert [stores() for stores in used] == [None]
+        finally:
+            gc.enable()
 
 
 @pytest.mark.parametrize("seconds, over_plan, micro_batches", [(0, 0, 3), (0, float("inf"), 0), (float("inf"), 0, 0)])

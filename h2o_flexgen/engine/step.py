@@ -151,7 +151,9 @@ class Walk:
                 cached_len = max(rule.cached_len(length, prompt_end) for length, prompt_end in piece.texts_after())
                 key = (rule, piece.batch)
                 self._cached_lens[key] = max(cached_len, self._cached_lens.get(key, 0))
-        self.prefetch.begin(pass_, lambda layer, k: self._cached_lens[self.stores.rules[layer], k])
+        rules = self.stores.rules
+        lens = self._cached_lens  # not `self`: a cycle would keep a job's memory until Python looks for cycles
+        self.prefetch.begin(pass_, lambda layer, k: lens[rules[layer], k])
 
     # stages
 
