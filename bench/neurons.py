@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen import LLM
-from h2o_flexgen.analysis import windows
-from h2o_flexgen.analysis.model import LayerModel
 from h2o_flexgen.commands.main import execute
 from h2o_flexgen.commands.options import Parser
 from h2o_flexgen.evaluation.origin import origin
 from h2o_flexgen.kernels.attention import causal_attention
 from h2o_flexgen.models import llama, parts
+from h2o_flexgen.profiling import windows
+from h2o_flexgen.profiling.layer_model import LayerModel
 from h2o_flexgen.utils.files import rounded, to_json, write_text
 
 #: sequences, and tokens of each; the step is that of the last one

@@ -15,7 +15,7 @@ from math import exp
 
 from bench.common import RESULTS, ROOT, load_result
 from bench.rows import QUANTISED, ROWS, column, file_name, setting_text
-from h2o_flexgen.kv_cache.layers import LayerLosses
+from h2o_flexgen.kv_cache.layers import HeadLosses
 
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 MIB = 1 << 20
@@ -340,11 +340,11 @@ def stream_ends(fresh: dict) -> list[dict]:
 
 def layer_slots(data: dict) -> list[dict]:
     """The slots of each layer according to a calibration."""
-    known = LayerLosses(data["budgets"], data["losses"])
+    known = HeadLosses.from_dict(data)
     found = []
     for slots in (102, 204):
-        each = known.slots(slots // 2, slots // 2, data["window"])
-        found.append({"slots": slots, "each": " ".join(str(heavy + recent) for heavy, recent in each)})
+        each = known.slots(slots, data["window"])
+        found.append({"slots": slots, "each": " ".join("+".join(map(str, layer)) for layer in each)})
     return found
 
 

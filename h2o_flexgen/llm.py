@@ -33,15 +33,19 @@ from h2o_flexgen.engine.step import LogitsSink
 from h2o_flexgen.engine.tools import checked_tools
 from h2o_flexgen.engine.turns import Turns, in_turn
 from h2o_flexgen.engine_args import EngineArgs, job_planner, load
+from h2o_flexgen.kv_cache import head_losses
 from h2o_flexgen.machine.device import open_device
 from h2o_flexgen.planning.execution_plan import ExecutionPlan
 from h2o_flexgen.planning.memory import Resources
 from h2o_flexgen.planning.workload import WINDOW_BLOCKS, Workload
 from h2o_flexgen.policy import KVBudget, Policy
+from h2o_flexgen.profiling.head_slots import HeadSlots
 from h2o_flexgen.session import Session, choose
 
 #: tokens of a stream that are read at once
 STREAM_CHUNK = 256
+#: a stream has no length: each head gets the slots that it would have in texts of so many times the slots
+STREAM_TEXT = 5
 
 
 class LLM:
@@ -89,6 +93,7 @@ class LLM:
         self.eos_ids = self.model.eos_ids
         self.runner = Runner(self.model, self.device, args.offload_dir, args.gpu_mem, args.progress)
         self.planner = job_planner(args, self.model, self.device)
+        self.head_slots = HeadSlots(self.model, args.progress)
 
     def __enter__(self) -> LLM:
         return self
@@ -323,7 +328,7 @@ class LLM:
             self.planner,
             self.resources(),
             self._given_policy,
-            kv_budget or self.kv_budget,
+            self._of_stream(kv_budget or self.kv_budget),
             self.compress_cache,
             1 if count is None else count,
             position_rolling,
@@ -332,6 +337,15 @@ class LLM:
         self.observer.on_plan(self.choice)
         self.choice.plan.check()
         return Session(self.model, self.runner, self.turns, self.choice, count, most)
+
+    def _of_stream(self, budget: KVBudget | str | None) -> KVBudget | str | None:
+        """The budget of a session with the slots of each head, as in texts STREAM_TEXT times as long."""
+        if not isinstance(budget, KVBudget) or (budget.hh_ratio, budget.recent_ratio) != (None, None):
+            return budget
+        slots = sum(budget.slots(self.spec.positions))
+        if STREAM_TEXT * slots > self.spec.positions or head_losses(budget.rule):
+            return budget
+        return self.head_slots.shared(budget, Workload((slots,), gen_len=(STREAM_TEXT - 1) * slots))
 
     @in_turn
     def run(self, job: JobSpec, writer: Observer) -> None:
@@ -350,15 +364,29 @@ class LLM:
     def _given_policy(self) -> Policy | None:
         return None if self.policy == "auto" else self.policy
 
+    def _chosen(self, job: JobSpec, workload: Workload) -> ExecutionPlan:
+        """The plan of a job, with the slots of each KV head. Raises UserError as `Planner.choose`."""
+        choose = partial(self.planner.choose, workload, self.resources(), self._given_policy)
+        budget = job.kv_budget
+        compress_cache = job.compress_cache
+        choice = None
+        is_sized = isinstance(budget, KVBudget) and workload.gen_len > 1
+        if not is_sized or not self.head_slots.are_known(budget, workload):  # how long measuring may take depends on it
+            choice = choose(budget, compress_cache)
+            budget = choice.kv_budget
+            compress_cache = choice.compress_cache
+        if budget is None or workload.gen_len == 1:
+            return choice
+        seconds = choice.prediction.job_seconds if choice and choice.prediction else 0.0
+        return choose(self.head_slots.shared(budget, workload, seconds), compress_cache)
+
     def _run(self, job: JobSpec, writer: Observer) -> None:
         self.runner.end_streams("another job of its model began")
         self.device.reset_meters()
         workload = job.workload
         if workload.mean_len is None:
             workload = replace(workload, mean_len=self.expect_len)
-        self.choice = self.planner.choose(
-            workload, self.resources(), self._given_policy, job.kv_budget, job.compress_cache
-        )
+        self.choice = self._chosen(job, workload)
         bar = ProgressBar(workload.output_tokens, len(workload.prompt_lens), len(self.model.layers), self.progress)
         observers = Observers(writer, bar, self.observer)
         observers.on_plan(self.choice)

@@ -45,6 +45,9 @@ class KVBudget:
         position_rolling: the cached tokens of a head take the positions 0, 1, 2 ..., whatever was evicted between them
             (RoPE only).
 
+        by_head: slots of each KV head, by layer, so many on average; one number stands for all heads of a layer. None:
+            as the option `layers` of the rule says; empty: all have the same.
+
     Raises:
         UserError: a ratio outside [0, 1], a negative size, or neither given.
     """
@@ -55,6 +58,7 @@ class KVBudget:
     recent_size: int | None = None
     rule: str = DEFAULT_RULE
     position_rolling: bool = False
+    by_head: tuple[tuple[int, ...], ...] | None = None
 
     def __post_init__(self):
         amounts = {name: getattr(self, name) for name in ("hh_ratio", "recent_ratio", "hh_size", "recent_size")}
@@ -87,13 +91,19 @@ class KVBudget:
         """The inverse of `to_dict`, for policy files and reports. Raises KeyError or UserError."""
         rule = data.get("rule", FIRST_RULE)
         rolling = data.get("position_rolling", False)
-        return cls(hh_size=data["heavy"], recent_size=data["recent"], rule=rule, position_rolling=rolling)
+        layers = data.get("layers")
+        by_head = layers and tuple(tuple(each) if isinstance(each, list) else (each,) for each in layers)
+        return cls(
+            hh_size=data["heavy"], recent_size=data["recent"], rule=rule, position_rolling=rolling, by_head=by_head
+        )
 
     def to_dict(self, longest_prompt: int) -> dict:
         """As slots, for a job whose longest prompt has `longest_prompt` tokens."""
         heavy, recent = self.slots(longest_prompt)
         rolling = {"position_rolling": True} if self.position_rolling else {}
-        return {"heavy": heavy, "recent": recent, "rule": self.rule} | rolling
+        layers = [list(each) if len(set(each)) > 1 else each[0] for each in self.by_head or ()]
+        by_head = {"layers": layers} if layers else {}
+        return {"heavy": heavy, "recent": recent, "rule": self.rule} | rolling | by_head
 
     def slots(self, longest_prompt: int) -> tuple[int, int]:
         """(heavy, recent) for a job whose longest prompt has `longest_prompt` tokens. Raises UserError if both are

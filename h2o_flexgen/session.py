@@ -17,7 +17,7 @@ from h2o_flexgen.engine.stop import PARTIAL
 from h2o_flexgen.engine.streams import StreamingSampler
 from h2o_flexgen.engine.turns import Turns, in_turn
 from h2o_flexgen.errors import PlanError, UserError
-from h2o_flexgen.kv_cache import layer_losses, rule_for
+from h2o_flexgen.kv_cache import head_losses, rule_for
 from h2o_flexgen.models.rope import rollable
 from h2o_flexgen.planning.execution_plan import ExecutionPlan
 from h2o_flexgen.planning.memory import Resources
@@ -262,9 +262,9 @@ def choose(
             rollable(spec)
         except UserError as e:
             raise UserError(f"{e}. With `position_rolling` off a stream ends with the model's positions") from None
-    if layer_losses(kv_budget.rule):
+    if head_losses(kv_budget.rule):
         raise UserError("`kv_rule`: `layers` needs texts of a known length, which a stream lacks")
-    slots = sum(kv_budget.slots(positions))
+    slots = max((n for layer in kv_budget.by_head or () for n in layer), default=sum(kv_budget.slots(positions)))
     room = max(1, positions - slots) if position_rolling else positions  # the planner refuses slots that leave none
     longest = min(chunk, room)
     one = Workload((longest,), gen_len=slots + 2, cached_len=min(slots, positions), logits=longest)

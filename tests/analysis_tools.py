@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from h2o_flexgen.analysis.model import LayerModel
 from h2o_flexgen.engine.model import load_model
+from h2o_flexgen.profiling.layer_model import LayerModel
 
 
 def resident(tiny) -> LayerModel:

@@ -468,7 +468,7 @@ class Oracle:
         forced: list[int] | None = None,
     ) -> Trace:
         """Generate the most likely tokens, or feed those of `forced`. `heavy` and `recent` may be tuples: slots for
-        each layer. `cache`: "int8" or "int4"."""
+        each layer, or a tuple of those for each KV head. `cache`: "int8" or "int4"."""
         L = self.layers
         self.cache = cache
         self.trace = Trace(evicted=[[0] * KV for KV in self.kv_heads_of])
@@ -498,11 +498,12 @@ class Oracle:
             fed = [token]
         return self.trace
 
-    def rules_of(self, layer: int, text: str, heavy: int, recent: int) -> list[H2O]:
+    def rules_of(self, layer: int, text: str, heavy: int | tuple, recent: int | tuple) -> list[H2O]:
         """The rule of each KV head of a layer."""
         sight = self.sights[layer]
         KV = self.kv_heads_of[layer]
-        rules = [make_rule(text, *within(sight, heavy, recent), h) for h in range(KV)]
+        heavies, recents = (n if isinstance(n, tuple) else (n,) * KV for n in (heavy, recent))
+        rules = [make_rule(text, *within(sight, heavies[h], recents[h]), h) for h in range(KV)]
         for rule in rules:
             rule.sight = sight
             rule.group = self.heads // KV

@@ -15,7 +15,6 @@ from gguf_tools import apart, write_gguf
 from safetensors.torch import load_file, save_file
 
 from h2o_flexgen import LLM, Policy, SamplingParams, UserError
-from h2o_flexgen.analysis.model import LayerModel
 from h2o_flexgen.formats.forms import names_of
 from h2o_flexgen.kernels.attention import causal_attention
 from h2o_flexgen.kernels.experts import Routing
@@ -23,6 +22,7 @@ from h2o_flexgen.kernels.linear import linear
 from h2o_flexgen.models import spec as spec_module
 from h2o_flexgen.models.gguf import GGUFFile
 from h2o_flexgen.models.registry import family, read_spec
+from h2o_flexgen.profiling.layer_model import LayerModel
 
 LENGTHS = [5, 17, 9, 2]
 BUDGET = (4, 4)

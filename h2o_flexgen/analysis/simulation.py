@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.analysis.attention import mix, probabilities
-from h2o_flexgen.analysis.model import LayerModel
 from h2o_flexgen.kv_cache.fixed_rule import FixedRule
 from h2o_flexgen.kv_cache.rule import Tokens
+from h2o_flexgen.profiling.layer_model import LayerModel
 from h2o_flexgen.utils.progress import bar
 
 

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from h2o_flexgen.analysis import future, neurons, ranks, sparsity
 from h2o_flexgen.analysis.attention import mix, probabilities
-from h2o_flexgen.analysis.model import LayerModel
 from h2o_flexgen.analysis.simulation import masked_logprobs, simulate
 from h2o_flexgen.analysis.words import REACH, Words
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.kv_cache.fixed_rule import FixedRule
+from h2o_flexgen.profiling.layer_model import LayerModel
 from h2o_flexgen.utils.progress import bar
 
 #: points of a curve that are kept

@@ -43,13 +43,13 @@ def run(args: argparse.Namespace) -> None:
     import torch
 
     from h2o_flexgen.analysis import plot, windows
-    from h2o_flexgen.analysis.model import LayerModel, check_attention, check_fits
     from h2o_flexgen.analysis.study import check_rule, study
     from h2o_flexgen.engine.model import load_model
     from h2o_flexgen.evaluation.extras import need
     from h2o_flexgen.evaluation.origin import origin
     from h2o_flexgen.kv_cache import rule_for
     from h2o_flexgen.models import inspect
+    from h2o_flexgen.profiling.layer_model import LayerModel, check_attention, check_fits
 
     if args.plot is not None:
         need("matplotlib", "matplotlib", "a plot")

@@ -54,9 +54,9 @@ def check_model(losses: Losses | None, kv_rule: str | None, model: str, weights:
             if measured != used:
                 print(f"warning: --quality {losses.path} is of {measured}, this job is of {used}", file=sys.stderr)
     if kv_rule is not None:
-        from h2o_flexgen.kv_cache import layer_losses
+        from h2o_flexgen.kv_cache import head_losses
 
-        layers = layer_losses(kv_rule)
+        layers = head_losses(kv_rule)
         name = kv_rule.partition(":")[0]
         if layers is not None and layers.model not in (None, model):
             print(f"warning: the layers of --kv-rule are of {layers.model}, this job is of {model}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""The command `calibrate`: how many KV slots each layer of a model needs."""
+"""The command `calibrate`: how many KV slots each head of a model needs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from h2o_flexgen.utils.files import rounded, to_json, write_text
 
 
 def make_parser(prog: str) -> options.Parser:
-    what = "Measure how many KV slots each layer of a model needs: some look back far, others do not."
+    what = "Measure how many KV slots each head of a model needs: some look back far, others do not."
     parser = options.Parser(prog, what, "[FILE]")
     add = parser.add_argument
     add("text", nargs="?", metavar="FILE", help="a text (default: Python's language reference)")
@@ -40,11 +40,11 @@ def run(args: argparse.Namespace) -> None:
 
     import torch
 
-    from h2o_flexgen.analysis import calibration, windows
-    from h2o_flexgen.analysis.model import LayerModel, check_attention, fits
     from h2o_flexgen.engine.model import load_model
     from h2o_flexgen.evaluation.origin import origin
     from h2o_flexgen.models import inspect
+    from h2o_flexgen.profiling import calibration, windows
+    from h2o_flexgen.profiling.layer_model import LayerModel, check_attention, fits
 
     calibration.check(args.window, args.kv_rule)
     text, name = windows.read(args.text)
@@ -67,13 +67,12 @@ def run(args: argparse.Namespace) -> None:
         "budgets": losses.budgets,
         "losses": losses.losses,
     }
-    write_text("--output", args.output, to_json(rounded(result, 3)) + "\n")
+    write_text("--output", args.output, to_json(rounded(result, 4)) + "\n")
     print_text(describe(args, losses, args.window // 5))
 
 
 def describe(args: argparse.Namespace, losses, mean: int) -> str:
-    """The slots of each layer, `mean` on average."""
-    slots = losses.slots(mean - mean // 2, mean // 2, args.window)
-    each = " ".join(str(heavy + recent) for heavy, recent in slots)
+    """The slots of each KV head, `mean` on average."""
+    each = " ".join("+".join(map(str, layer)) for layer in losses.slots(mean, args.window))
     use = f"--hh-ratio 0.2 --kv-rule {args.kv_rule}:layers={args.output}"
-    return f"with {mean} slots on average, the layers would have\n{each}\nuse it     {use}"
+    return f"with {mean} slots on average, the KV heads of each layer would have\n{each}\nuse it     {use}"

@@ -92,7 +92,9 @@ def describe_budget(kv_budget: dict | None) -> str:
     if kv_budget is None:
         return "full"
     rolling = ", positions roll" if kv_budget.get("position_rolling") else ""
-    return f"{kv_budget['heavy']} heavy + {kv_budget['recent']} recent slots ({kv_budget['rule']}){rolling}"
+    slots = f"{kv_budget['heavy']} heavy + {kv_budget['recent']} recent slots"
+    share = " on average, by head" if "layers" in kv_budget else ""
+    return f"{slots}{share} ({kv_budget['rule']}){rolling}"
 
 
 def describe_curve(curve: list[BudgetPoint]) -> str:

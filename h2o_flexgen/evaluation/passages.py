@@ -10,10 +10,7 @@ from typing import TypeVar
 
 from h2o_flexgen.engine.model import LoadedModel
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.jobs.input import builtin_text
-
-#: the name of the built-in text
-BUILTIN = "Python's language reference"
+from h2o_flexgen.utils.texts import BUILTIN, builtin_text, evenly
 
 Item = TypeVar("Item")
 
@@ -108,12 +105,6 @@ def _windows(source: Source, model: LoadedModel, prompt_len: int, gen_len: int, 
             f"{source.name} has {len(ids)} tokens, too few for a prompt of {prompt_len} and {gen_len} behind it{fits}"
         )
     return [Passage(first + ids, prompt_len) for ids in evenly(ids, count, length)]
-
-
-def evenly(ids: list[int], count: int, length: int) -> list[list[int]]:
-    """`count` passages of `length` tokens each, evenly spaced from the first token to the last."""
-    begins = [n * (len(ids) - length) // max(1, count - 1) for n in range(count)]
-    return [ids[begin : begin + length] for begin in begins]
 
 
 def _of_row(row: dict, model: LoadedModel, prompt_len: int, gen_len: int) -> Passage:

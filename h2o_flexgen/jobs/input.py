@@ -16,6 +16,7 @@ from h2o_flexgen.errors import UserError
 from h2o_flexgen.jobs import openai, tasks
 from h2o_flexgen.jobs.content import Content, check_no_array, check_no_table
 from h2o_flexgen.jobs.keys import RowError, sampling
+from h2o_flexgen.utils.texts import builtin_text
 
 
 @dataclass
@@ -248,16 +249,6 @@ def builtin_rows(tokenizer, vocab: int, count: int, length: int) -> Rows:
         return Row(index, number, _digest(line), prompt=json.loads(line))
 
     return Rows("the built-in prompts", lines, parse)
-
-
-def builtin_text() -> str:
-    """English prose that comes with Python: its language reference, by topic. Raises UserError if this Python lacks
-    it."""
-    try:
-        from pydoc_data.topics import topics
-    except ImportError:
-        raise UserError("this Python comes without the text of the built-in prompts: give an `input_file`") from None
-    return "\n\n".join(topics[name] for name in sorted(topics))
 
 
 def builtin_prompts(tokenizer, vocab: int, count: int, length: int) -> list[list[int]]:

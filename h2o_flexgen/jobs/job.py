@@ -26,6 +26,7 @@ from h2o_flexgen.jobs.output import DoneRow, Failures, OutputFile, done_row, put
 from h2o_flexgen.jobs.resume import Done, Left, all_of, left_of
 from h2o_flexgen.jobs.settings import changes, settings_of
 from h2o_flexgen.jobs.task_rows import done_task
+from h2o_flexgen.kv_cache import option_layers
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.planning.execution_plan import ExecutionPlan
 from h2o_flexgen.planning.workload import WINDOW
@@ -230,6 +231,8 @@ class JobWriter(Observer):
         longest = self.admission.longest
         slots = before.kv_budget
         self.budget = slots and KVBudget.from_dict(slots)
+        if self.budget and self.budget.by_head is None and not option_layers(self.budget.rule):
+            self.budget = replace(self.budget, by_head=())  # all heads had the same slots
         self.compress_cache = before.compress_cache
         self.manifest = before
         if slots and longest > before.longest_prompt:
@@ -259,9 +262,9 @@ class JobWriter(Observer):
             yield from sequences
 
     def on_plan(self, choice: ExecutionPlan) -> None:
-        """A KV budget "auto" has become one of slots, which stays, and so does a format."""
+        """What the KV budget has become stays: the slots of each head, and of "auto". So does a format."""
         self.manifest.compress_cache = choice.compress_cache
-        if self.budget == "auto" and choice.kv_budget is not None:
+        if choice.kv_budget is not None:
             self.manifest.kv_budget = choice.kv_budget.to_dict(self.manifest.longest_prompt)
 
     def on_begin(self) -> None:

@@ -7,14 +7,11 @@ import json
 from dataclasses import asdict, fields
 
 from h2o_flexgen import __version__
-from h2o_flexgen.engine.model import LoadedModel
 from h2o_flexgen.engine.params import PoolingParams, SamplingParams
 from h2o_flexgen.formats import Int8, dtype_name
-from h2o_flexgen.kv_cache import layer_losses
+from h2o_flexgen.kv_cache import head_losses
 from h2o_flexgen.llm import LLM
-from h2o_flexgen.models.folder import weight_files
 from h2o_flexgen.policy import KVBudget
-from h2o_flexgen.utils.files import samples
 
 #: the formats that matmuls in int8 read when manifests had `in_blocks`
 OLD = {"int8", "int4", "Q8_0", "Q4_0", "Q4_1"}
@@ -31,11 +28,11 @@ WORDS = {
 def settings_of(llm: LLM, params: SamplingParams | PoolingParams, longest_prompt: int) -> dict:
     """All that decides the tokens of a row, except the row itself and the slots of its KV cache."""
     budget = llm.kv_budget
-    layers = layer_losses(budget.rule) if isinstance(budget, KVBudget) else None
+    layers = head_losses(budget.rule) if isinstance(budget, KVBudget) else None
     return {
         "model": llm.model.name,
         "model_revision": llm.model.revision,
-        "files": fingerprint(llm.model),
+        "files": llm.model.fingerprint,
         "dtype": dtype_name(llm.dtype),
         "compress_weight": llm.model.compress_weight,
         "compress_cache": llm.compress_cache,
@@ -75,20 +72,3 @@ def _are_same_matmuls(old: dict, operands: dict[str, str]) -> bool:
     in `Int8`, means these operands. Other formats than `OLD` were exact then."""
     in_blocks = any(name != Int8.name for name in operands.values())
     return "operands" not in old and operands.keys() <= OLD and bool(old.get("in_blocks")) == in_blocks
-
-
-def fingerprint(model: LoadedModel) -> str:
-    """A hash of a model's configuration, samples of its weights, its tokenizer and chat template. It does not depend on
-    paths and times: a copy is the same model. Raises UserError if the weights cannot be read."""
-    found = hashlib.sha256(repr((model.spec, model.is_dummy)).encode())
-    if not model.is_dummy:
-        path = model.source.path
-        for file in weight_files(path) if path.is_dir() else [path]:
-            found.update(samples(file))
-    if model.tokenizer is not None:
-        backend = getattr(model.tokenizer, "backend_tokenizer", None)
-        parts = json.loads(backend.to_str()) if backend else dict(sorted(model.tokenizer.get_vocab().items()))
-        for name in ("truncation", "padding"):  # which encoding changes
-            parts.pop(name, None)
-        found.update(repr((parts, model.tokenizer.chat_template)).encode())
-    return found.hexdigest()[:16]

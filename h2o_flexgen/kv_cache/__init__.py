@@ -10,7 +10,7 @@ from h2o_flexgen.kv_cache.budget_rule import BudgetRule
 from h2o_flexgen.kv_cache.decayed import DecayedCache
 from h2o_flexgen.kv_cache.full import FullCache, NoCache
 from h2o_flexgen.kv_cache.heavy_hitter import HeavyHitterCache, HeavyOnlyCache
-from h2o_flexgen.kv_cache.layers import LayerLosses
+from h2o_flexgen.kv_cache.layers import ByHead, HeadLosses
 from h2o_flexgen.kv_cache.layout import KVLayout
 from h2o_flexgen.kv_cache.mean import MeanAttentionCache
 from h2o_flexgen.kv_cache.random import RandomCache
@@ -29,7 +29,7 @@ from h2o_flexgen.models.spec import ModelSpec
 from h2o_flexgen.policy import KVBudget
 
 __all__ = ["RULES", "CacheRule", "FullCache", "HeavyHitterCache", "KVLayout", "NoCache", "SnapKVCache"]
-__all__ += ["ValueNormCache", "check_rule", "layer_losses", "make_rule", "rule_for"]
+__all__ += ["ValueNormCache", "check_rule", "head_losses", "make_rule", "rule_for"]
 
 #: the rules that a KV budget may name
 _BUDGET_RULES = (
@@ -72,16 +72,21 @@ def make_rule(text: str, heavy: int, recent: int) -> BudgetRule:
     return RULES[name](heavy, recent, **options)
 
 
-def layer_losses(text: str) -> LayerLosses | None:
-    """The file that the option `layers` of a rule names, read; None without that option. Raises UserError as
+def option_layers(text: str) -> str:
+    """The option `layers` of a rule. Raises UserError as `make_rule`, for any number of slots."""
+    return make_rule(text, _PLENTY, _PLENTY).layers
+
+
+def head_losses(text: str) -> HeadLosses | None:
+    """The file that the option `layers` of a rule names, read; None if it names none. Raises UserError as
     `make_rule`, for any number of slots, or if the file cannot be used."""
-    rule = make_rule(text, _PLENTY, _PLENTY)
-    return LayerLosses.from_file(rule.layers) if rule.layers else None
+    layers = option_layers(text)
+    return HeadLosses.from_file(layers) if names_file(layers) else None
 
 
 def check_rule(text: str) -> None:
-    """Raises UserError, as `layer_losses`, for a rule that no KV budget may name."""
-    layer_losses(text)
+    """Raises UserError, as `head_losses`, for a rule that no KV budget may name."""
+    head_losses(text)
 
 
 def rule_for(budget: KVBudget | None, prompt_len: int, gen_len: int, spec: ModelSpec) -> CacheRule:
@@ -103,15 +108,11 @@ def rule_for(budget: KVBudget | None, prompt_len: int, gen_len: int, spec: Model
     if budget.position_rolling and rule.growth != "fixed":
         raise UserError(f"`position_rolling`: the `kv_rule` {budget.rule} keeps every generated token")
     rule = _with_attention(rule, spec, prompt_len + gen_len - 1, budget.position_rolling)
-    if rule.layers:
-        known = LayerLosses.from_file(rule.layers)
-        if len(known.losses) != spec.layers:
-            raise UserError(f"`kv_rule`: {rule.layers} is for a model of {len(known.losses)} layers, not {spec.layers}")
-        rule = replace(rule, by_layer=known.slots(rule.heavy, rule.recent, prompt_len + gen_len))
+    rule = replace(rule, by_head=_by_head(budget, rule, prompt_len + gen_len, spec))
     try:
         rules = [rule.in_layer(layer) for layer in range(spec.layers)]
     except UserError as e:
-        who = f"{rule.layers} gives a layer" if rule.layers else "the model's sliding window leaves a layer"
+        who = "`kv_rule`: `layers` gives a layer" if rule.by_head else "the model's sliding window leaves a layer"
         raise UserError(f"{who} too few slots: {e}") from None
     if budget.position_rolling:
         largest = max(each.slots for each in rules)
@@ -119,6 +120,28 @@ def rule_for(budget: KVBudget | None, prompt_len: int, gen_len: int, spec: Model
             room = f"leave no room for new tokens in the model's {spec.positions} positions"
             raise UserError(f"`position_rolling`: {largest} slots {room}: give fewer")
     return NoCache(attention=rule.attention) if gen_len == 1 else rule
+
+
+def names_file(layers: str) -> bool:
+    """Whether the option `layers` of a rule is a file."""
+    return layers not in ("", "none")
+
+
+def _by_head(budget: KVBudget, rule: BudgetRule, length: int, spec: ModelSpec) -> ByHead:
+    """The slots of each KV head for texts of up to `length` tokens; empty if all have the same. Raises UserError if the
+    budget or its file is of a model of another shape."""
+    found = budget.by_head
+    if found is None:
+        found = HeadLosses.from_file(rule.layers).slots(rule.slots, length) if names_file(rule.layers) else ()
+    heads = [spec.at(layer).kv_heads for layer in range(spec.layers)]
+    if found and not (len(found) == len(heads) and all(len(each) in (1, n) for each, n in zip(found, heads))):
+        shape = f"{len(found)} layers" if len(found) != len(heads) else f"{len(found[0])} KV heads a layer"
+        own = f"{len(heads)}" if len(found) != len(heads) else f"{heads[0]}"
+        raise UserError(f"`kv_rule`: {rule.layers or 'the KV budget'} is for a model of {shape}, not {own}")
+    found = [[min(n, spec.positions) for n in each] for each in found]
+    if rule.needs_equal_heads:
+        found = [[sum(each) // len(each)] for each in found]
+    return tuple(tuple(each) * (n // len(each)) for each, n in zip(found, heads))
 
 
 def _with_attention(rule: CacheRule, spec: ModelSpec, tokens: int, rolling: bool = False) -> CacheRule:

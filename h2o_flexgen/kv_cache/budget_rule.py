@@ -6,6 +6,7 @@ Shapes: as in `rule`.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -14,6 +15,8 @@ from h2o_flexgen.errors import UserError
 from h2o_flexgen.formats import KVFormat
 from h2o_flexgen.kernels.attention import EMPTY, causal_attention_with_scores
 from h2o_flexgen.kv_cache.full import fill, gather
+from h2o_flexgen.kv_cache.head_groups import HeadGroups, alike
+from h2o_flexgen.kv_cache.layers import ByHead
 from h2o_flexgen.kv_cache.layout import KVTensors
 from h2o_flexgen.kv_cache.rule import CacheRule, Rows, Text, Tokens, codes
 from h2o_flexgen.models.rope import rotate_to
@@ -34,9 +37,10 @@ class BudgetRule(CacheRule):
         heavy, recent: slots.
         first: protected tokens at the beginning of the text, such as attention sinks (arXiv 2309.17453).
         last: protected tokens at the end of the prompt, where a question stands (arXiv 2605.18053).
-        layers: a file by `h2o-flexgen calibrate`, which divides the slots of all layers among them; empty: all layers
-            get the same.
-        by_layer: (heavy, recent) of each layer according to that file; `heavy` and `recent` are then their means.
+        layers: how the slots of all KV heads are divided among them. Empty: as was measured for this model and rule,
+            the first time that they met (`profiling.head_slots`); "none": all get the same; else a file by `h2o-flexgen
+            calibrate`.
+        by_head: slots of each KV head, by layer; empty: all have `heavy` + `recent`, which else are their means.
         groups: query heads that share a KV head.
         rope: with position rolling the model's; otherwise None.
 
@@ -49,10 +53,12 @@ class BudgetRule(CacheRule):
     first: int = 0
     last: int = 0
     layers: str = ""
-    by_layer: tuple[tuple[int, int], ...] = field(default=(), kw_only=True)
+    by_head: ByHead = field(default=(), kw_only=True)
     groups: int = field(default=1, kw_only=True)
     rope: Rope | None = field(default=None, kw_only=True)
 
+    #: whether all KV heads of a layer must have as many slots
+    needs_equal_heads: ClassVar[bool] = False
     scores_prompt = True
 
     def __post_init__(self):
@@ -85,23 +91,30 @@ class BudgetRule(CacheRule):
 
     def to_dict(self) -> dict:
         found = {"heavy": self.heavy, "recent": self.recent, "rule": self.label}
-        if self.by_layer:
-            found["layers"] = [heavy + recent for heavy, recent in self.by_layer]
+        if self.by_head:
+            found["layers"] = [list(slots) if len(set(slots)) > 1 else slots[0] for slots in self.by_head]
         if self.rope:
             found["position_rolling"] = True
         return found
 
-    def in_layer(self, layer: int) -> BudgetRule:
-        if not (self.by_layer or self.attention):
+    def in_layer(self, layer: int) -> CacheRule:
+        if not (self.by_head or self.attention):
             return self
-        heavy, recent = self.by_layer[layer] if self.by_layer else (self.heavy, self.recent)
         own = self.attention[layer]._asdict() if self.attention else {}
-        if own and own["softmax"].window is not None:
-            heavy, recent = _within(own["softmax"].window, heavy, recent)
-        return replace(self, heavy=heavy, recent=recent, by_layer=(), attention=(), **own)
+        sizes = self.by_head[layer] if self.by_head else (self.slots,)
+        groups = [(heads, self._with_slots(slots, own)) for slots, heads in alike(sizes).items()]
+        return groups[0][1] if len(groups) == 1 else HeadGroups(tuple(groups), softmax=groups[0][1].softmax)
+
+    def _with_slots(self, slots: int, attention: dict) -> BudgetRule:
+        """The rule of KV heads with so many slots, as many of them for recent tokens as on average."""
+        recent = round(slots * self.recent / self.slots)
+        heavy = slots - recent
+        if attention and attention["softmax"].window is not None:
+            heavy, recent = _within(attention["softmax"].window, heavy, recent)
+        return replace(self, heavy=heavy, recent=recent, by_head=(), attention=(), **attention)
 
     def average(self) -> BudgetRule:
-        return replace(self, by_layer=())
+        return replace(self, by_head=())
 
     # what a rule may override
 

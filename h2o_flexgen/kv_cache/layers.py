@@ -1,71 +1,119 @@
-"""Different numbers of slots in different layers: the same total, but more where few slots hurt most."""
+"""Different numbers of slots in different KV heads: the same total, but more where few slots hurt most."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import combinations, pairwise
 from math import isfinite
-
-import numpy as np
 
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.utils.files import read_json
 
+#: how many different numbers of slots the heads of a model may have
+SIZES = 3
+#: slots of each KV head, by layer; a single number stands for all heads of a layer
+ByHead = tuple[tuple[int, ...], ...]
+#: a loss with each budget
+Curve = tuple[float, ...]
+
 
 @dataclass(frozen=True)
-class LayerLosses:
-    """The loss of each layer of a model at several budgets, as measured by `h2o-flexgen calibrate`."""
+class HeadLosses:
+    """The loss of each KV head of a model at several budgets, as `profiling.calibration` measures it."""
 
     budgets: tuple[float, ...]  # slots as fractions of a text, ascending
-    losses: tuple[tuple[float, ...], ...]  # of each layer, with each budget
+    losses: tuple[tuple[Curve, ...], ...]  # of each head, by layer; a single one stands for all heads of a layer
     model: str | None = None  # what was measured, if known
     rule: str | None = None
 
     @classmethod
-    def from_file(cls, path: str) -> LayerLosses:
+    def from_file(cls, path: str) -> HeadLosses:
         """Raises UserError for a file that cannot be read or holds something else."""
-        data = read_json("`kv_rule`", path)
         try:
-            budgets = tuple(float(x) for x in data["budgets"])
-            losses = tuple(tuple(map(float, each)) for each in data["losses"])
-            rising = all(a < b for a, b in pairwise((0.0, *budgets)))
-            if not (len(budgets) > 1 and rising and losses and all(len(each) == len(budgets) for each in losses)):
-                raise ValueError
-            if not all(isfinite(x) for each in (budgets, *losses) for x in each):
-                raise ValueError
-            return cls(budgets, losses, data.get("model"), data.get("rule"))
+            return cls.from_dict(read_json("`kv_rule`", path))
         except (KeyError, TypeError, ValueError):
             made = "h2o-flexgen calibrate --output FILE makes one"
             raise UserError(f"`kv_rule`: {path} contains no losses of layers: {made}") from None
 
-    def slots(self, heavy: int, recent: int, length: int) -> tuple[tuple[int, int], ...]:
-        """(heavy, recent) of each layer that minimise the sum of the losses; their means and their ratio are as given.
-        `length`: tokens of the longest text. Raises UserError if the budget is outside the measured range."""
-        mean = heavy + recent
-        if not self.budgets[0] <= mean / length <= self.budgets[-1]:
+    @classmethod
+    def from_dict(cls, data: dict) -> HeadLosses:
+        """Raises KeyError, TypeError or ValueError for other data."""
+        budgets = _curve(data["budgets"])
+        # files of earlier versions have one curve a layer
+        layers = [layer if isinstance(layer[0], list) else [layer] for layer in data["losses"]]
+        losses = tuple(tuple(map(_curve, layer)) for layer in layers)
+        rising = all(a < b for a, b in pairwise((0.0, *budgets)))
+        curves = [curve for layer in losses for curve in layer]
+        if not (len(budgets) > 1 and rising and curves and all(len(curve) == len(budgets) for curve in curves)):
+            raise ValueError
+        return cls(budgets, losses, data.get("model"), data.get("rule"))
+
+    def measures(self, mean: int, length: int) -> bool:
+        """Whether `mean` slots are in the measured range for texts of `length` tokens."""
+        return self.budgets[0] <= mean / length <= self.budgets[-1]
+
+    def slots(self, mean: int, length: int) -> ByHead:
+        """The slots that minimise the sum of the losses, at most `mean` on average.
+
+        There are at most SIZES different numbers, each a measured budget, so that the heads of a layer form few
+        groups. `length`: tokens of the longest text. Raises UserError if the budget is outside the measured range.
+        """
+        if not self.measures(mean, length):
             known = f"{self.budgets[0]:.1%} to {self.budgets[-1]:.1%}"
             raise UserError(
                 f"`kv_rule`: `layers` was measured for budgets of {known} of a text, not for {mean} slots of {length}: "
-                "leave it out, or choose a budget in that range"
+                "choose a budget in that range, or `layers=none`"
             )
-        least = max(1.0, self.budgets[0] * length)
-        sizes = [least, *(x * length for x in self.budgets if x * length > least)]
-        known = [x * length for x in self.budgets]
-        steps = []  # (slope, layer, slots)
-        for layer, losses in enumerate(self.losses):
-            corners = _convex(list(zip(sizes, np.interp(sizes, known, losses))))
-            steps += [(_slope(a, b), layer, b[0] - a[0]) for a, b in pairwise(corners)]
-        steps.sort()
-        slots = [least] * len(self.losses)
-        left = (mean - least) * len(self.losses)
-        for _, layer, width in steps:  # greedy is optimal: the first steps of a convex curve are the steepest
-            taken = min(width, left)
-            slots[layer] += taken
-            left -= taken
-        ends = [int(end + 0.5) for end in accumulate(slots, initial=0)]  # rounded without changing the sum
-        whole = [b - a for a, b in pairwise(ends)]
-        recents = [round(n * recent / mean) for n in whole]
-        return tuple((n - r, r) for n, r in zip(whole, recents))
+        sizes = [max(1, int(part * length)) for part in self.budgets]
+        places = range(len(sizes))
+        choices = [c for n in range(1, SIZES + 1) for c in combinations(places, n) if sizes[c[0]] <= mean]
+        allocations = (self._allocated(choice, sizes, mean) for choice in choices)
+        best = min(allocations, key=lambda each: (each.loss, -sum(each.slots)))
+        chosen = iter(best.slots)
+        return tuple(tuple(next(chosen) for _ in layer) for layer in self.losses)
+
+    def _allocated(self, choice: tuple[int, ...], sizes: list[int], mean: int) -> _Allocation:
+        """The slots of all heads, each one of the sizes that are the `choice` among `sizes`."""
+        curves = [curve for layer in self.losses for curve in layer]
+        least = choice[0]
+        steps = []
+        for head, curve in enumerate(curves):
+            corners = _convex([(sizes[n], curve[n]) for n in choice])
+            steps += [_Step(_slope(a, b), head, b[0], b[0] - a[0], a[1] - b[1]) for a, b in pairwise(corners)]
+        slots = [sizes[least]] * len(curves)
+        loss = sum(curve[least] for curve in curves)
+        left = (mean - sizes[least]) * len(curves)
+        for step in sorted(steps):  # greedy: the first steps of a convex curve are the steepest
+            if step.width > left:
+                break
+            slots[step.head] = step.size
+            left -= step.width
+            loss -= step.gain
+        return _Allocation(loss, slots)
+
+
+@dataclass(frozen=True)
+class _Allocation:
+    loss: float
+    slots: list[int]
+
+
+@dataclass(frozen=True, order=True)
+class _Step:
+    """More slots for a head: up to `size`, which are `width` more."""
+
+    slope: float
+    head: int
+    size: int
+    width: int
+    gain: float
+
+
+def _curve(values: list[float]) -> Curve:
+    curve = tuple(map(float, values))
+    if not all(map(isfinite, curve)):
+        raise ValueError
+    return curve
 
 
 def _convex(points: list[tuple[float, float]]) -> list[tuple[float, float]]:

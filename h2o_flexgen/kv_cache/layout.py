@@ -162,6 +162,10 @@ class KVLayout:
         """Bytes of the segments that hold the first `cached_len` slots."""
         return self.row_bytes * next((end for end in self.ends if end >= cached_len), self.slots)
 
+    def slots_within(self, used: int) -> int:
+        """Slots in the first `used` bytes, which end with a segment."""
+        return used // self.row_bytes
+
     def bytes_before(self, slot: int) -> int:
         """Bytes of the segments before the one that holds a slot."""
         return self.row_bytes * max(end for end in (0, *self.ends[:-1]) if end <= slot)

@@ -24,6 +24,7 @@ class RandomCache(FixedRule):
     """
 
     name = "random"
+    needs_equal_heads = True
 
     def rank(self, tokens: Tokens) -> Tensor:
         position = tokens.position

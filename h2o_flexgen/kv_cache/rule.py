@@ -231,6 +231,10 @@ class Text:
         part = Text(self.k[:, :, begin:], self.v[:, :, begin:], codes, metadata, self.length - begin)
         return part._each(torch.clone)
 
+    def of_heads(self, heads: Tensor) -> Text:
+        """The tokens of some KV heads."""
+        return self._each(lambda x: x[:, heads])
+
     def to(self, device: torch.device) -> Text:
         """The texts on another device."""
         return self if self.k.device == device else self._each(lambda x: x.to(device))

@@ -35,6 +35,7 @@ class SnapKVCache(BudgetRule):
     pooling: str = "max"
 
     name = "snapkv"
+    needs_equal_heads = True
 
     def __post_init__(self):
         super().__post_init__()

@@ -122,7 +122,7 @@ class LoggedBlock:
             rows = buffer[self._log_begin : log_end].reshape(self.rows, -1)[:, : self.layout.row_bytes]
             slots = self._slots[: self.rows]
             # the other slots are those of longer sequences, which have ended
-            self.layout.put(kv, rows, np.where(slots < used // self.layout.row_bytes, slots, -1))
+            self.layout.put(kv, rows, np.where(slots < self.layout.slots_within(used), slots, -1))
 
 
 def wal_rows(segments: Sequence[int]) -> int:

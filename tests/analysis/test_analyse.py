@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from h2o_flexgen.analysis import plot
 from h2o_flexgen.commands.main import main
-from h2o_flexgen.jobs.input import builtin_text
 from h2o_flexgen.machine import memory
+from h2o_flexgen.utils.texts import builtin_text
 
 pytest_plugins = ["command_tools"]
 
@@ -47,7 +47,7 @@ def refused(analysed, monkeypatch):
 
     def run(*argv, model_is_found: bool = False) -> str:
         if not model_is_found:
-            monkeypatch.setattr("h2o_flexgen.analysis.model.WeightStore", None)
+            monkeypatch.setattr("h2o_flexgen.profiling.layer_model.WeightStore", None)
         code, out, err = analysed(*argv)
         assert (code, out) == (2, "") and "Traceback" not in err
         assert err == last_line(err) + "\n" and err.startswith("error: ")

@@ -10,8 +10,9 @@ from command_tools import FP32, ON_DISK, ON_GPU, PROMPTS, percent, read_rows, wr
 
 from h2o_flexgen import LLM, SamplingParams
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.jobs.input import builtin_prompts, builtin_text
+from h2o_flexgen.jobs.input import builtin_prompts
 from h2o_flexgen.models.tokenizer import load_tokenizer
+from h2o_flexgen.utils.texts import builtin_text
 
 pytest_plugins = ["command_tools"]
 

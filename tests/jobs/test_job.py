@@ -14,13 +14,14 @@ from command_tools import FP32, TINY, last_line, read_rows, write_model, write_r
 from machines import kernels
 
 from h2o_flexgen import LLM, SamplingParams, UserError
+from h2o_flexgen.engine.model import fingerprint
 from h2o_flexgen.engine.observer import ProgressBar
 from h2o_flexgen.errors import Interrupted
 from h2o_flexgen.jobs import input as jobs_input
 from h2o_flexgen.jobs.job import Job, JobWriter
 from h2o_flexgen.jobs.manifest import Manifest, manifest_path
 from h2o_flexgen.jobs.output import OutputFile
-from h2o_flexgen.jobs.settings import changes, fingerprint
+from h2o_flexgen.jobs.settings import changes
 from h2o_flexgen.kernels import int8, linear
 
 pytest_plugins = ["command_tools"]

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.evaluation.passages import BUILTIN, evenly
-from h2o_flexgen.jobs.input import builtin_text
 from h2o_flexgen.utils.files import read_text
+from h2o_flexgen.utils.texts import BUILTIN, builtin_text, evenly
 
 
 def read(path: str | None) -> tuple[str, str]:

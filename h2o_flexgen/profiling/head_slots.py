@@ -1,0 +1,121 @@
+"""The slots of each KV head in a job: measured the first time that a model meets a rule, and kept."""
+
+from __future__ import annotations
+
+import json
+import logging
+from contextlib import closing
+from dataclasses import asdict, replace
+from pathlib import Path
+from zlib import crc32
+
+from h2o_flexgen.engine.model import LoadedModel
+from h2o_flexgen.errors import UserError
+from h2o_flexgen.kv_cache import head_losses, option_layers, rule_for
+from h2o_flexgen.kv_cache.layers import HeadLosses
+from h2o_flexgen.planning.workload import Workload
+from h2o_flexgen.policy import KVBudget
+from h2o_flexgen.profiling import calibration, windows
+from h2o_flexgen.profiling.layer_model import LayerModel, check_attention
+from h2o_flexgen.profiling.machine import keep
+from h2o_flexgen.utils.files import cache_folder, read_json
+
+#: version of the kept files: with another one everything is measured again
+FORMAT = 1
+#: passages of the built-in text, and tokens of each
+WINDOWS = 2
+WINDOW = 1024
+#: measuring may take this long, or this fraction of the job
+MOST_SECONDS = 60
+MOST_OF_JOB = 0.02
+
+log = logging.getLogger(__name__)
+
+
+class HeadSlots:
+    """Shares out the slots of KV budgets among the KV heads of a model.
+
+    Args:
+        progress: show a bar while measuring.
+    """
+
+    def __init__(self, model: LoadedModel, progress: bool = True):
+        self.model = model
+        self.progress = progress
+        self._known: dict[str, HeadLosses | None] = {}  # by rule; None: cannot be measured, or would take too long
+
+    def are_known(self, budget: KVBudget, workload: Workload) -> bool:
+        """Whether `shared` has nothing to measure."""
+        rule = budget.rule
+        is_open = self._is_open(budget, workload)
+        if is_open and rule not in self._known and (kept := self._kept(rule)) is not None:
+            self._known[rule] = kept
+        return not is_open or rule in self._known
+
+    def shared(self, budget: KVBudget, workload: Workload, job_seconds: float = 0.0) -> KVBudget:
+        """The budget with the slots of each head for texts of the job; a budget that has them stays as it is. All heads
+        get the same if the user says so, the model cannot be measured, or the budget is out of the measured range.
+        `job_seconds`: what the job takes, if known. Raises UserError for a file of losses that cannot be used."""
+        if not self.are_known(budget, workload):
+            self._known[budget.rule] = self._measured(budget.rule, max(MOST_SECONDS, MOST_OF_JOB * job_seconds))
+        if budget.by_head is not None:
+            return budget
+        alike = replace(budget, by_head=())
+        slots = sum(budget.slots(workload.longest))
+        length = workload.longest + workload.gen_len
+        if (by_hand := head_losses(budget.rule)) is not None:
+            return replace(budget, by_head=by_hand.slots(slots, length))
+        losses = self._known.get(budget.rule) if self._is_open(budget, workload) else None
+        if losses is None or not losses.measures(slots, length):
+            return alike
+        shared = replace(budget, by_head=losses.slots(slots, length))
+        try:
+            rule_for(shared, workload.longest, workload.gen_len, self.model.spec)
+        except UserError:  # some head would have too few slots, or leave too few positions
+            return alike
+        return shared
+
+    def _is_open(self, budget: KVBudget, workload: Workload) -> bool:
+        """Whether the slots of each head are still to be decided, and could be."""
+        model = self.model
+        if budget.by_head is not None or option_layers(budget.rule) or model.tokenizer is None or model.is_dummy:
+            return False
+        return calibration.LEAST <= min(workload.longest + workload.gen_len, model.spec.positions)
+
+    def _file(self, rule: str) -> Path:
+        return cache_folder("heads") / f"{self.model.fingerprint}-{crc32(rule.encode()):08x}.json"
+
+    def _kept(self, rule: str) -> HeadLosses | None:
+        """What was measured before for this model and rule."""
+        path = self._file(rule)
+        try:
+            data = read_json("what was measured", path)
+            if (data["format"], data["rule"]) == (FORMAT, rule):
+                return HeadLosses.from_dict(data)
+            log.info("%s is of another version: measured again", path)
+        except (UserError, KeyError, TypeError, ValueError):  # the file is missing, or damaged
+            pass
+        return None
+
+    def _measured(self, rule: str, most_seconds: float) -> HeadLosses | None:
+        """Measure now, and keep it; None if that is not possible, or takes too long."""
+        model = self.model
+        window = min(WINDOW, model.spec.positions)
+        try:
+            check_attention(model.spec, window)
+            ids = windows.cut(windows.read(None)[0], model.tokenizer, WINDOWS, window)
+            with closing(LayerModel(model, self.progress, streams=True)) as layers:
+                losses = calibration.measure(layers, ids, rule, self.progress, most_seconds)
+        except UserError as e:
+            log.info("all KV heads get the same slots: %s", e)
+            return None
+        if losses is None:
+            log.warning(
+                "to measure how many slots each KV head needs would take more than %.0f s: all get the same; "
+                "`h2o-flexgen calibrate` measures it in any time",
+                most_seconds,
+            )
+            return None
+        losses = replace(losses, model=model.name, rule=rule)
+        keep(self._file(rule), json.dumps({"format": FORMAT, **asdict(losses)}))
+        return losses
