@@ -1,0 +1,135 @@
+"""The slots of each KV head are measured once for a model and a rule, and then decide the tokens of a job."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from h2o_flexgen import LLM, KVBudget, SamplingParams
+from h2o_flexgen.commands.main import main
+from h2o_flexgen.kv_cache.layers import HeadLosses
+from h2o_flexgen.profiling import calibration, head_slots
+from h2o_flexgen.utils.files import cache_folder
+
+pytest_plugins = ["command_tools"]
+
+PROMPT = list(range(5, 85))
+PARAMS = SamplingParams(max_tokens=20, ignore_eos=True)
+BUDGET = KVBudget.from_size(10, 10, "h2o")
+
+
+@pytest.fixture(autouse=True)
+def measured(monkeypatch) -> list[str]:
+    """The rules that were measured so far, in little time."""
+    rules = []
+    measure = calibration.measure
+
+    def counted(model, ids, rule, *args):
+        rules.append(rule)
+        return measure(model, ids, rule, *args)
+
+    monkeypatch.setattr(calibration, "measure", counted)
+    monkeypatch.setattr(head_slots, "WINDOW", 128)
+    return rules
+
+
+def generated(model, budget: KVBudget, prompt=PROMPT) -> tuple[list[int], list | None]:
+    """Tokens, and the slots of each head."""
+    with LLM(str(model), kv_budget=budget, device="cpu", dtype="float32", progress=False) as llm:
+        (output,) = llm.generate([prompt], PARAMS)
+        return output.outputs[0].token_ids, llm.report["kv_budget"].get("layers")
+
+
+def kept():
+    (path,) = cache_folder("heads").iterdir()
+    return path
+
+
+def test_the_first_job_measures_and_the_others_read(talker, measured):
+    tokens, slots = generated(talker, BUDGET)
+    assert measured == ["h2o"]
+    by_head = [n for layer in slots for n in (layer if isinstance(layer, list) else [layer] * 4)]
+    assert len({*by_head}) > 1 and sum(by_head) <= 20 * len(by_head)
+    assert (tokens, slots) == generated(talker, BUDGET)
+    assert measured == ["h2o"]
+    known = HeadLosses.from_dict(json.loads(kept().read_text()))
+    assert (known.model, known.rule) == (str(talker), "h2o")
+
+
+@pytest.mark.parametrize(
+    "content", ["{", '{"format": 0}', '{"format": 1, "rule": "mean", "budgets": [1], "losses": []}']
+)
+def test_what_is_damaged_or_of_another_version_is_measured_anew(talker, measured, content):
+    expected = generated(talker, BUDGET)
+    kept().write_text(content)
+    assert generated(talker, BUDGET) == expected
+    assert measured == ["h2o", "h2o"]
+
+
+def test_each_rule_is_measured_for_itself(talker, measured):
+    generated(talker, BUDGET)
+    generated(talker, KVBudget.from_size(10, 10, "mean"))
+    assert measured == ["h2o", "mean"]
+
+
+def test_all_heads_get_the_same_where_the_user_says_so(talker, measured):
+    assert generated(talker, KVBudget.from_size(10, 10, "h2o:layers=none"))[1] is None
+    assert measured == []
+
+
+def test_a_file_given_by_hand_wins(talker, measured, tmp_path):
+    path = tmp_path / "layers.json"
+    path.write_text(json.dumps({"budgets": [0.1, 0.3], "losses": [[1, 0], [9, 0], [1, 0]]}))
+    assert generated(talker, KVBudget.from_size(10, 10, f"h2o:layers={path}"))[1] == [10, 30, 10]
+    assert measured == []
+
+
+@pytest.mark.parametrize("budget", [KVBudget.from_size(40, 40), KVBudget.from_size(1, 0)])
+def test_budgets_out_of_the_measured_range_are_the_same_in_all_heads(talker, budget):
+    assert generated(talker, budget)[1] is None
+
+
+def test_short_texts_and_models_without_a_tokenizer_measure_nothing(talker, tiny, measured):
+    assert generated(talker, BUDGET, PROMPT[:20])[1] is None
+    assert generated(tiny("llama").folder, BUDGET, PROMPT[:20])[1] is None
+    assert measured == []
+
+
+def test_measuring_that_takes_too_long_is_given_up(talker, monkeypatch, caplog):
+    monkeypatch.setattr(head_slots, "MOST_SECONDS", 0)
+    monkeypatch.setattr(head_slots, "MOST_OF_JOB", 0)
+    monkeypatch.setattr(calibration, "TRIED", 1)
+    assert generated(talker, BUDGET)[1] is None
+    assert "all get the same" in caplog.text
+    assert not cache_folder("heads").exists()
+
+
+def test_a_stream_has_slots_by_head(talker, measured):
+    with LLM(str(talker), kv_budget=BUDGET, device="cpu", dtype="float32", progress=False) as llm:
+        with llm.session(position_rolling=False) as session:
+            session.feed(PROMPT)
+        assert len({*map(str, llm.choice.rule.to_dict()["layers"])}) > 1
+    assert measured == ["h2o"]
+
+
+def test_a_resumed_job_keeps_the_slots_it_began_with(talker, tmp_path, measured):
+    rows = [json.dumps({"prompt_token_ids": [n, *PROMPT]}) for n in range(6)]
+    inputs = tmp_path / "rows.jsonl"
+    output = tmp_path / "texts.jsonl"
+    options = f"--model {talker} --device cpu --dtype float32 --hh-size 10 --kv-rule h2o --gen-len 20 --ignore-eos"
+
+    def run(name: str, count: int) -> list[str]:
+        inputs.write_text("\n".join(rows[:count]) + "\n")
+        found = tmp_path / name
+        assert main(["generate", *options.split(), "--input-file", str(inputs), "--output-file", str(found)]) == 0
+        return found.read_text().splitlines()
+
+    whole = run("whole.jsonl", 6)
+    run(output.name, 2)
+    known = json.loads(kept().read_text())
+    kept().write_text(json.dumps(known | {"losses": [[[0.0] * len(known["budgets"])] * 4] * len(known["losses"])}))
+    assert run(output.name, 6) == whole
+    kept().unlink()
+    assert run("again.jsonl", 6) == whole
+    assert measured == ["h2o", "h2o"]
