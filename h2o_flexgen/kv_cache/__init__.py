@@ -133,15 +133,21 @@ def _by_head(budget: KVBudget, rule: BudgetRule, length: int, spec: ModelSpec) -
     found = budget.by_head
     if found is None:
         found = HeadLosses.from_file(rule.layers).slots(rule.slots, length) if names_file(rule.layers) else ()
-    heads = [spec.at(layer).kv_heads for layer in range(spec.layers)]
-    if found and not (len(found) == len(heads) and all(len(each) in (1, n) for each, n in zip(found, heads))):
-        shape = f"{len(found)} layers" if len(found) != len(heads) else f"{len(found[0])} KV heads a layer"
-        own = f"{len(heads)}" if len(found) != len(heads) else f"{heads[0]}"
-        raise UserError(f"`kv_rule`: {rule.layers or 'the KV budget'} is for a model of {shape}, not {own}")
-    found = [[min(n, spec.positions) for n in each] for each in found]
+    if found and len(found) != spec.layers:
+        who = rule.layers or "the KV budget"
+        raise UserError(f"`kv_rule`: {who} is for a model of {len(found)} layers, not {spec.layers}")
+    return tuple(_of_layer(slots, rule, spec.at(layer)) for layer, slots in enumerate(found))
+
+
+def _of_layer(slots: tuple[int, ...], rule: BudgetRule, spec: ModelSpec) -> tuple[int, ...]:
+    """The slots of each head of a layer. Raises UserError if they are of another number of heads."""
+    heads = spec.kv_heads
+    if len(slots) not in (1, heads):
+        who = rule.layers or "the KV budget"
+        raise UserError(f"`kv_rule`: {who} is for a model of {len(slots)} KV heads a layer, not {heads}")
     if rule.needs_equal_heads:
-        found = [[sum(each) // len(each)] for each in found]
-    return tuple(tuple(each) * (n // len(each)) for each, n in zip(found, heads))
+        slots = (sum(slots) // len(slots),)
+    return tuple(min(n, spec.positions) for n in slots) * (heads // len(slots))
 
 
 def _with_attention(rule: CacheRule, spec: ModelSpec, tokens: int, rolling: bool = False) -> CacheRule:

@@ -240,11 +240,10 @@ class HeadLayout:
         return self.slots
 
     def row_spans(self, place: int, used: int) -> list[tuple[int, int]]:
-        return [
-            (begin + first, begin + last)
-            for part, begin in zip(self.parts, self._begins)
-            for first, last in part.row_spans(place, part.kv_bytes)
-        ]
+        found = []
+        for part, begin in zip(self.parts, self._begins):
+            found += [(begin + first, begin + last) for first, last in part.row_spans(place, part.kv_bytes)]
+        return found
 
     @property
     def _begins(self) -> list[int]:

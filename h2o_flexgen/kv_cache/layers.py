@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import combinations, pairwise
+from itertools import chain, combinations, islice, pairwise
 from math import isfinite
 
 from h2o_flexgen.errors import UserError
@@ -65,12 +65,11 @@ class HeadLosses:
                 "choose a budget in that range, or `layers=none`"
             )
         sizes = [max(1, int(part * length)) for part in self.budgets]
-        places = range(len(sizes))
-        choices = [c for n in range(1, SIZES + 1) for c in combinations(places, n) if sizes[c[0]] <= mean]
-        allocations = (self._allocated(choice, sizes, mean) for choice in choices)
+        choices = chain.from_iterable(combinations(range(len(sizes)), count) for count in range(1, SIZES + 1))
+        allocations = (self._allocated(choice, sizes, mean) for choice in choices if sizes[choice[0]] <= mean)
         best = min(allocations, key=lambda each: (each.loss, -sum(each.slots)))
         chosen = iter(best.slots)
-        return tuple(tuple(next(chosen) for _ in layer) for layer in self.losses)
+        return tuple(tuple(islice(chosen, len(layer))) for layer in self.losses)
 
     def _allocated(self, choice: tuple[int, ...], sizes: list[int], mean: int) -> _Allocation:
         """The slots of all heads, each one of the sizes that are the `choice` among `sizes`."""
