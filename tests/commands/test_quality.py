@@ -136,7 +136,7 @@ REFUSED = {
     "files beside a prompt": (("a.txt", "--compare", "b"), "--compare brings its own text"),
     "samples": (("--samples", "3"), "--samples is for --compare"),
     "one token": (("--gen-len", "1"), "--gen-len must be 2 or more"),
-    "windows of a prompt": (("--compare", "b"), "--prompt-len and --windows cut texts"),
+    "windows of a prompt": (("--compare", "b"), "--prompt-len and --windows cut texts into passages"),
     "temperature of nothing": (("--temperature", "1"), "--temperature is for --samples"),
     "two tasks": (("--compare", "b", "--task", "summarize"), "leave --task out"),
     "one sample": (("--samples", "1", "--compare", "b"), "2 or more"),
