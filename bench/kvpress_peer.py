@@ -22,8 +22,6 @@ from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
 
-import torch
-
 from bench import common
 from bench.systems import ensure_built
 from h2o_flexgen import LLM
@@ -57,7 +55,6 @@ def theirs(passages: list[Passage], args: argparse.Namespace) -> list[dict]:
         "prompt_len": args.prompt_len,
         "slots": args.slots,
         "presses": args.press,
-        "threads": torch.get_num_threads(),
     }
     with TemporaryDirectory() as folder:
         job_file = Path(folder, "job.json")

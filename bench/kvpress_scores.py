@@ -66,6 +66,7 @@ TRIED = {
     "SnapKV, 32 queries": Tried(snapkv(64), snapkv(32), 33),
     "SnapKV, 64 queries": Tried(snapkv(64), snapkv(64), 65),
     "ExpectedAttention, every 16": Tried(kvpress.ExpectedAttentionPress, interval=16),
+    "ExpectedAttention, every 32": Tried(kvpress.ExpectedAttentionPress, interval=32),
     "ExpectedAttention, every 64": Tried(kvpress.ExpectedAttentionPress, interval=64),
     "AdaKV of SnapKV, 32 queries": Tried(snapkv(64), snapkv(32), 33, is_adaptive=True),
     "AdaKV of ExpectedAttention, every 16": Tried(kvpress.ExpectedAttentionPress, interval=16, is_adaptive=True),
@@ -109,7 +110,6 @@ def attended(layer, cached) -> float:
 
 def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text())
-    torch.set_num_threads(job["threads"])
     model_path = Path(job["model"])
     model = AutoModelForCausalLM.from_pretrained(
         model_path.parent, gguf_file=model_path.name, dtype=torch.float32
