@@ -16,7 +16,7 @@ from h2o_flexgen.evaluation.settings import Setting, check_outputs, measure_each
 from h2o_flexgen.evaluation.trials import spread
 from h2o_flexgen.llm import LLM
 
-QUESTION = "Summarize this text in two sentences."
+QUESTION = "What is this text about? Answer in one short sentence."
 #: ends the answer of a model without a chat template
 STOP = "\n"
 
@@ -34,7 +34,7 @@ class Request:
 
 def requests_of(llm: LLM, passage: Passage, gen_len: int) -> list[Request]:
     """The passage with the question behind it, and in front. Raises UserError if there is no room for an answer."""
-    begun = "" if has_chat(llm.model) else "Summary:"
+    begun = "" if has_chat(llm.model) else "Answer:"
     found = []
     for column in (BEHIND, IN_FRONT):
         ask = partial(_prompt, llm.model, column == IN_FRONT, begun)
