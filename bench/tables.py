@@ -369,6 +369,23 @@ def losses_by_budget(data: dict) -> list[dict]:
     return found
 
 
+def scores_by_budget(data: dict) -> list[dict]:
+    """Rows of a task by trials: shares with standard errors, or lengths with their ratios to the full cache's."""
+    found = []
+    for row in losses_by_budget(data):
+        texts = {}
+        for name, score in row["scores"].items():
+            texts[name] = f"{score['mean']:.1%} ± {score['error']:.1%}"
+            if data["workload"]["task"] == "lengths":
+                texts[name] = f"{score['mean']:.1f}, {score['ratio']:.2f} ± {score['ratio_error']:.2f}"
+        found.append(row | texts | ({"ended": f"{row['ended']:.0%}"} if "ended" in row else {}))
+    return found
+
+
+def rises_of_kvpress(data: dict) -> list[dict]:
+    return [row | {"budget": row["budget"] or "all", "held": row["held"] or "all"} for row in data["rows"]]
+
+
 def rouge_of_summaries(data: dict) -> list[dict]:
     """How close summaries under KV budgets come to the full cache's."""
     found = []
@@ -517,6 +534,30 @@ QUALITY = Table(
     losses_by_budget,
     above="{workload[model]} in {workload[dtype]}, {workload[passages]} passages of {workload[texts][0]}, "
     "{workload[prompt_len]} tokens of prompt and {workload[gen_len]} teacher-forced.",
+)
+
+
+def trials_table(*scores: str) -> Table:
+    """The scores of a task, by rule and budget."""
+    columns = {"rule": "{rule}", "slots, heavy + recent": "{slots}"} | {name: f"{{{name}}}" for name in scores}
+    above = (
+        "{workload[model]} in {workload[dtype]}, {workload[passages]} passages of {workload[texts][0]}, prompts of up "
+    )
+    return Table(columns, scores_by_budget, above=above + "to {workload[prompt_len]} tokens.")
+
+
+KVPRESS = Table(
+    {
+        "system": "{system}",
+        "rule or press": "{method}",
+        "slots": "{budget}",
+        "most in memory": "{held}",
+        "perplexity": "{perplexity:.2f}",
+        "rise": "{rise:+.1%} ± {error:.1%}",
+    },
+    rises_of_kvpress,
+    above="{workload[model]} in float32, {workload[passages]} passages of {workload[text]}, {workload[prompt_len]} "
+    "tokens of prompt and {workload[gen_len]} teacher-forced; kvpress {kvpress}.",
 )
 SUMMARIES = Table(
     {
@@ -748,7 +789,16 @@ TABLES = {
     ),
 }
 #: tables of several results, by the first word of their name
-FAMILIES = {"quality": QUALITY, "summaries": SUMMARIES, "versions": VERSIONS}
+FAMILIES = {
+    "quality": QUALITY,
+    "summaries": SUMMARIES,
+    "versions": VERSIONS,
+    "needle": trials_table("asked behind", "asked in front", "of 5, the first", "of 5, the others"),
+    "copy": trials_table("copied", "tokens right"),
+    "choice": trials_table("right"),
+    "lengths": trials_table("tokens, asked behind", "tokens, asked in front", "ended"),
+    "kvpress": KVPRESS,
+}
 #: texts that are not plain tables: name -> file, function
 TEXTS = {"headline": ("headline", headline), "opt-30b-searched": ("opt-30b-searched", command_line)}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from h2o_flexgen.commands import options
@@ -22,21 +22,27 @@ MORE_PACKAGES = {"summarize": ("rouge", "rouge-score"), "compare": ("sacrebleu",
 class Default(NamedTuple):
     """The defaults of a task's options."""
 
-    gen_len: int
+    gen_len: int | None  # None: set by the task
     rules: tuple[str, ...]
     ratios: tuple[float, ...] = ()
     sizes: tuple[int, ...] = ()
+    windows: int = 8
 
 
 TASKS = {
     "perplexity": Default(512, (DEFAULT_RULE, "sinks"), ratios=(0.1, 0.2, 0.4, 0.8)),
     "summarize": Default(128, (DEFAULT_RULE,), sizes=(64, 128, 256, 512, 1024)),
     "compare": Default(128, (DEFAULT_RULE, "recent"), ratios=(0.4,)),
+    "needle": Default(None, (DEFAULT_RULE, "sinks"), ratios=(0.1, 0.2, 0.4), windows=20),
+    "copy": Default(32, (DEFAULT_RULE, "sinks"), ratios=(0.1, 0.2, 0.4), windows=20),
+    "choice": Default(32, (DEFAULT_RULE, "sinks"), ratios=(0.1, 0.2, 0.4), windows=20),
+    "lengths": Default(128, (DEFAULT_RULE, "sinks"), ratios=(0.1, 0.2, 0.4)),
 }
+#: tasks that take no passages
+WHOLE = ("summarize", "compare")
 
 #: defaults of the passages and of sampled texts
 PROMPT_LEN = 512
-WINDOWS = 8
 TEMPERATURE = 0.8
 
 
@@ -57,12 +63,15 @@ def make_parser(prog: str) -> options.Parser:
     add("--plot", metavar="FILE", help="draw bytes against loss into this PNG")
 
     add = parser.group(JOB)
-    tasks = "perplexity (default), or summarize: summaries of the rows' articles, by ROUGE"
-    add("--task", choices=("perplexity", "summarize"), help=tasks)
+    tasks = (
+        "perplexity (default); needle: numbers hidden in passages; copy: passages repeated; choice: what follows a "
+        "passage, of four pieces; lengths: of greedy answers; summarize: summaries of the rows' articles, by ROUGE"
+    )
+    add("--task", choices=[task for task in TASKS if task != "compare"], help=tasks)
     add("--compare", metavar="PROMPT", help="show what follows this text, or the text in this file, instead")
     add("--prompt-len", type=options.count, help=f"tokens of a passage that are its prompt (default: {PROMPT_LEN})")
-    add("--gen-len", type=options.count, help="tokens behind it, at most (default: 512 are scored, or 128 generated)")
-    add("--windows", type=options.count, help=f"passages of a text, evenly spaced (default: up to {WINDOWS})")
+    add("--gen-len", type=options.count, help="tokens behind it, at most (default: 512 of perplexity, else by task)")
+    add("--windows", type=options.count, help="passages of a text, evenly spaced (default: up to 8, or by task)")
     add("--samples", type=int, default=0, help="for --compare: texts to draw for each setting, for self-BLEU")
     add("--temperature", type=options.amount, help=f"of those texts (default: {TEMPERATURE})")
     add("--hh-share", type=float, default=0.5, help="share of the slots for heavy hitters (default: 0.5)")
@@ -106,8 +115,10 @@ def check(args: argparse.Namespace) -> None:
         raise UserError("--plot draws perplexities: leave it out here")
     if args.samples != 0 and (args.task != "compare" or args.samples < 2):
         raise UserError("--samples is for --compare, 2 or more")
-    if args.task != "perplexity" and not (args.prompt_len is None and args.windows is None):
-        raise UserError("--prompt-len and --windows cut texts whose perplexity is measured: leave them out here")
+    if args.task in WHOLE and not (args.prompt_len is None and args.windows is None):
+        raise UserError("--prompt-len and --windows cut texts into passages: leave them out here")
+    if args.gen_len is not None and TASKS[args.task].gen_len is None:
+        raise UserError(f"--task {args.task} has answers of its own length: leave --gen-len out")
     if args.gen_len == 1:
         raise UserError("--gen-len must be 2 or more: with one token nothing is evicted")
     if args.temperature is not None and not args.samples:
@@ -133,7 +144,7 @@ def settings_of(args: argparse.Namespace) -> list:
     default = TASKS[args.task]
     args.gen_len = args.gen_len or default.gen_len
     args.prompt_len = args.prompt_len or PROMPT_LEN
-    args.windows = args.windows or WINDOWS
+    args.windows = args.windows or default.windows
     args.temperature = TEMPERATURE if args.temperature is None else args.temperature
     rules = args.kv_rule or default.rules
     for rule in rules:
@@ -159,38 +170,41 @@ def sources_of(args: argparse.Namespace) -> list:
     return [found]
 
 
+class Work(NamedTuple):
+    """What is measured.
+
+    Attributes:
+        prompt_lens: of all texts.
+        gen_len: tokens behind them, at most.
+        errors: of rows that cannot be measured.
+        measure: yields the results of settings.
+        passages: how many there are.
+    """
+
+    prompt_lens: list[int]
+    gen_len: int
+    errors: list[str]
+    measure: Callable[[list], Iterator[dict]]
+    passages: int
+
+
 def begin(args: argparse.Namespace, llm, sources: list, settings: list) -> tuple[dict, Iterator[dict]]:
     """The workload, and the rows of results, each as soon as it is measured. Raises UserError if nothing can be
     measured with this model and these texts."""
-    from h2o_flexgen.evaluation import compare, perplexity, summaries
-    from h2o_flexgen.evaluation.passages import passages_of
     from h2o_flexgen.evaluation.settings import allowed
     from h2o_flexgen.formats import dtype_name
 
-    if args.task == "compare":
-        items = [llm.admit(sources[0].text, args.gen_len)]
-        errors = []
-        lengths = [len(items[0])]
-        measure = lambda: compare.measure(llm, items[0], settings, args.gen_len, args.samples, args.temperature)
-    elif args.task == "summarize":
-        items, errors = gathered(summaries.articles_of(source, llm, args.gen_len) for source in sources)
-        lengths = [len(item.prompt) for item in items]
-        measure = lambda: summaries.measure(llm, items, settings)
-    else:
-        lens = (args.prompt_len, args.gen_len, args.windows)
-        items, errors = gathered(passages_of(source, llm.model, *lens) for source in sources)
-        lengths = [item.prompt_len for item in items]
-        measure = lambda: perplexity.measure(llm, items, settings)
+    work = (whole_texts if args.task in WHOLE else passages)(args, llm, sources)
     count = len(settings)
     is_strict = args.kv_rule is not None
-    settings = allowed(settings, max(lengths), args.gen_len, llm.model.spec, is_strict)
+    settings = allowed(settings, max(work.prompt_lens), work.gen_len, llm.model.spec, is_strict)
     if len(settings) < count:
         print(
             f"{count - len(settings)} settings left out: fewer slots than the rule protects",
             file=sys.stderr,
         )
-    if errors:
-        print(f"{len(errors)} rows cannot be measured; {errors[0]}", file=sys.stderr)
+    if work.errors:
+        print(f"{len(work.errors)} rows cannot be measured; {work.errors[0]}", file=sys.stderr)
     workload = {
         "task": args.task,
         "model": llm.model.name,
@@ -199,12 +213,55 @@ def begin(args: argparse.Namespace, llm, sources: list, settings: list) -> tuple
         "compress_weight": llm.model.compress_weight,
         "compute": llm.model.compute,
         "texts": [os.path.basename(source.name) for source in sources],
-        "passages": len(items),
-        "prompt_len": max(lengths),
-        "gen_len": args.gen_len,
+        "passages": work.passages,
+        "prompt_len": max(work.prompt_lens),
+        "gen_len": work.gen_len,
         "hh_share": args.hh_share,
     }
-    return workload, measure()
+    return workload, work.measure(settings)
+
+
+def whole_texts(args: argparse.Namespace, llm, sources: list) -> Work:
+    """The text of --compare, or articles."""
+    from h2o_flexgen.evaluation import compare, summaries
+
+    if args.task == "compare":
+        prompt = llm.admit(sources[0].text, args.gen_len)
+        measure = lambda settings: compare.measure(llm, prompt, settings, args.gen_len, args.samples, args.temperature)
+        return Work([len(prompt)], args.gen_len, [], measure, 1)
+    articles, errors = gathered(summaries.articles_of(source, llm, args.gen_len) for source in sources)
+    lengths = [len(article.prompt) for article in articles]
+    measure = lambda settings: summaries.measure(llm, articles, settings)
+    return Work(lengths, args.gen_len, errors, measure, len(articles))
+
+
+def passages(args: argparse.Namespace, llm, sources: list) -> Work:
+    """Passages of texts, and what a task asks about them."""
+    from h2o_flexgen.evaluation import choice, copying, lengths, needle, perplexity, trials
+    from h2o_flexgen.evaluation.passages import passages_of
+
+    model = llm.model
+    behind = {"perplexity": args.gen_len, "choice": choice.ANSWERS * (args.gen_len or 0)}.get(args.task, 1)
+    cut = (passages_of(source, model, args.prompt_len, behind, args.windows) for source in sources)
+    found, errors = gathered(cut)
+    if args.task == "perplexity":
+        measure = lambda settings: perplexity.measure(llm, found, settings)
+        return Work([p.prompt_len for p in found], args.gen_len, errors, measure, len(found))
+    if args.task == "lengths":
+        make = lambda passage, index: lengths.requests_of(llm, passage, args.gen_len)
+        items, more = gathered([trials.of_each(found, make)])
+        measure = lambda settings: lengths.measure(llm, items, settings, args.gen_len)
+        return Work([len(item.prompt) for item in items], args.gen_len, errors + more, measure, len(found) - len(more))
+    makes = {
+        "needle": lambda passage, index: needle.trials_of(model, passage, index),
+        "copy": lambda passage, index: copying.trials_of(model, passage, index, args.gen_len),
+        "choice": choice.trials_of,
+    }
+    judge = {"needle": needle.judge, "copy": copying.judge, "choice": choice.judge}[args.task]
+    items, more = gathered([trials.of_each(found, makes[args.task])])
+    fed = max(len(item.token_ids) - item.prompt_len for item in items)
+    measure = lambda settings: trials.measure(llm, items, settings, judge)
+    return Work([item.prompt_len for item in items], fed, errors + more, measure, len(found) - len(more))
 
 
 def gathered(found: Iterator[tuple[list, list[str]]]) -> tuple[list, list[str]]:
@@ -290,4 +347,31 @@ def show_compared(rows: list[dict]) -> str:
     return "\n".join(parts)
 
 
-SHOW = {"perplexity": show_perplexity, "summarize": show_summaries, "compare": show_compared}
+def show_scores(rows: list[dict]) -> str:
+    """The mean of each score with its standard error."""
+    header = [*BUDGET, *rows[0]["scores"]]
+    lines = []
+    for row in rows:
+        lines.append(budget_text(row) + [f"{s['mean']:.1%} ± {s['error']:.1%}" for s in row["scores"].values()])
+    return table(header, lines)
+
+
+def show_lengths(rows: list[dict]) -> str:
+    """The mean of each length, and its ratio to the full cache's with its standard error."""
+    header = [*BUDGET, *rows[0]["scores"], "ended"]
+    lines = []
+    for row in rows:
+        found = [f"{s['mean']:.1f}, {s['ratio']:.3f} ± {s['ratio_error']:.3f}" for s in row["scores"].values()]
+        lines.append([*budget_text(row), *found, f"{row['ended']:.0%}"])
+    return table(header, lines)
+
+
+SHOW = {
+    "perplexity": show_perplexity,
+    "summarize": show_summaries,
+    "compare": show_compared,
+    "needle": show_scores,
+    "copy": show_scores,
+    "choice": show_scores,
+    "lengths": show_lengths,
+}

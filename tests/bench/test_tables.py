@@ -54,3 +54,12 @@ def test_the_provenance_of_a_row():
     versions = "torch 2.0, llama.cpp Q4_0 1.0, llama.cpp Q8_0 1.0, ours, H2O Q4_0 1.0, ours, H2O Q8_0 1.0"
     machine = "a processor, 2 cores, 8 GiB RAM, no GPU"
     assert tables.row_provenance(LLAMA) == f"{machine}; {versions}; 2026-11-01 to 2026-11-03; `python -m bench.run`"
+
+
+def test_scores_have_their_spreads():
+    score = {"mean": 0.5, "error": 0.1, "ratio": 1.04, "ratio_error": 0.02}
+    row = {"rule": "h2o", "slots": 8, "heavy": 4, "recent": 4, "kv_bytes": 1, "scores": {"right": score}}
+    (found,) = tables.scores_by_budget({"workload": {"task": "choice"}, "rows": [row]})
+    assert (found["rule"], found["slots"], found["right"]) == ("h2o", "4 + 4", "50.0% ± 10.0%")
+    (found,) = tables.scores_by_budget({"workload": {"task": "lengths"}, "rows": [row | {"ended": 0.25}]})
+    assert (found["right"], found["ended"]) == ("0.5, 1.04 ± 0.02", "25%")

@@ -111,6 +111,30 @@ def test_summaries(measured, tmp_path):
     assert set(rows[1]["rouge"]["reference"]) == {"rouge", "rouge-score"}
 
 
+@pytest.mark.parametrize(
+    "task, columns",
+    [
+        ("needle", ["asked behind", "asked in front", "of 5, the first", "of 5, the others"]),
+        ("copy", ["copied", "tokens right"]),
+        ("choice", ["right"]),
+        ("lengths", ["tokens, asked behind", "tokens, asked in front"]),
+    ],
+)
+def test_tasks(measured, text, tmp_path, task, columns):
+    output = tmp_path / "q.json"
+    gen_len = () if task == "needle" else ("--gen-len", 6)
+    given = ("--task", task, "--prompt-len", 420, "--windows", 1, *gen_len, "--kv-rule", "h2o", "--sizes", 40)
+    code, out, err = measured(text, *given, "-o", output)
+    assert code == 0, err
+    assert [line.split()[0] for line in out.splitlines()[2:]] == ["rule", "full", "h2o"]
+    assert all(column in out for column in columns) and "±" in out
+    data = json.loads(output.read_text())
+    assert data["workload"]["task"] == task and data["workload"]["passages"] == 1
+    for row in data["rows"]:
+        assert list(row["scores"]) == columns
+        assert all(score["mean"] >= 0 for score in row["scores"].values())
+
+
 def test_texts_side_by_side(measured, text):
     text.write_text(TEXT[:100])
     for prompt in (TEXT[:200], text):
@@ -135,8 +159,10 @@ REFUSED = {
     "summaries of nothing": (("--task", "summarize"), "needs a file of JSON lines"),
     "files beside a prompt": (("a.txt", "--compare", "b"), "--compare brings its own text"),
     "samples": (("--samples", "3"), "--samples is for --compare"),
+    "answers of a needle": (("--task", "needle", "--gen-len", "4"), "leave --gen-len out"),
+    "no room": (("--task", "copy", "--prompt-len", "30"), "--prompt-len 30 leaves no room for a text"),
     "one token": (("--gen-len", "1"), "--gen-len must be 2 or more"),
-    "windows of a prompt": (("--compare", "b"), "--prompt-len and --windows cut texts"),
+    "windows of a prompt": (("--compare", "b"), "--prompt-len and --windows cut texts into passages"),
     "temperature of nothing": (("--temperature", "1"), "--temperature is for --samples"),
     "two tasks": (("--compare", "b", "--task", "summarize"), "leave --task out"),
     "one sample": (("--samples", "1", "--compare", "b"), "2 or more"),
