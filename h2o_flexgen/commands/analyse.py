@@ -42,13 +42,14 @@ def run(args: argparse.Namespace) -> None:
 
     import torch
 
-    from h2o_flexgen.analysis import plot, windows
+    from h2o_flexgen.analysis import plot
     from h2o_flexgen.analysis.study import check_rule, study
     from h2o_flexgen.engine.model import load_model
     from h2o_flexgen.evaluation.extras import need
     from h2o_flexgen.evaluation.origin import origin
     from h2o_flexgen.kv_cache import rule_for
     from h2o_flexgen.models import inspect
+    from h2o_flexgen.profiling import windows
     from h2o_flexgen.profiling.layer_model import LayerModel, check_attention, check_fits
 
     if args.plot is not None:

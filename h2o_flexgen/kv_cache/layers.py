@@ -29,8 +29,9 @@ class HeadLosses:
     @classmethod
     def from_file(cls, path: str) -> HeadLosses:
         """Raises UserError for a file that cannot be read or holds something else."""
+        data = read_json("`kv_rule`", path)
         try:
-            return cls.from_dict(read_json("`kv_rule`", path))
+            return cls.from_dict(data)
         except (KeyError, TypeError, ValueError):
             made = "h2o-flexgen calibrate --output FILE makes one"
             raise UserError(f"`kv_rule`: {path} contains no losses of layers: {made}") from None
