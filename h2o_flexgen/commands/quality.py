@@ -319,7 +319,8 @@ BUDGET = ["rule", "slots", "of the prompt", "KV cache of a sequence"]
 
 def show_perplexity(rows: list[dict]) -> str:
     header = [*BUDGET, "perplexity", "rise", "agreement"]
-    numbers = [[f"{r['perplexity']:.2f}", f"{r['rise']:+.1%}", f"{r['agreement']:.1%}"] for r in rows]
+    rises = [f"{r['rise']:+.1%} ± {r['error']:.1%}" for r in rows]
+    numbers = [[f"{r['perplexity']:.2f}", rise, f"{r['agreement']:.1%}"] for r, rise in zip(rows, rises)]
     return table(header, [budget_text(row) + found for row, found in zip(rows, numbers)])
 
 

@@ -17,10 +17,11 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class Passage:
-    """Token ids of a text: the first `prompt_len` are the prompt, the others are scored."""
+    """Token ids of a text, named `source`: the first `prompt_len` are the prompt, the others are scored."""
 
     token_ids: list[int]
     prompt_len: int
+    source: str = ""
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ def _windows(source: Source, model: LoadedModel, prompt_len: int, gen_len: int, 
         raise UserError(
             f"{source.name} has {len(ids)} tokens, too few for a prompt of {prompt_len} and {gen_len} behind it{fits}"
         )
-    return [Passage(first + ids, prompt_len) for ids in evenly(ids, count, length)]
+    return [Passage(first + ids, prompt_len, source.name) for ids in evenly(ids, count, length)]
 
 
 def _of_row(row: dict, model: LoadedModel, prompt_len: int, gen_len: int) -> Passage:
