@@ -99,10 +99,10 @@ class BudgetRule(CacheRule):
 
     def in_layer(self, layer: int) -> CacheRule:
         if not (self.by_head or self.attention):
-            return self
+            return self.for_layer(layer)
         own = self.attention[layer]._asdict() if self.attention else {}
         sizes = self.by_head[layer] if self.by_head else (self.slots,)
-        groups = [(heads, self._with_slots(slots, own)) for slots, heads in alike(sizes).items()]
+        groups = [(heads, self.for_layer(layer)._with_slots(slots, own)) for slots, heads in alike(sizes).items()]
         return groups[0][1] if len(groups) == 1 else HeadGroups(tuple(groups), softmax=groups[0][1].softmax)
 
     def _with_slots(self, slots: int, attention: dict) -> BudgetRule:
@@ -117,6 +117,10 @@ class BudgetRule(CacheRule):
         return replace(self, by_head=())
 
     # what a rule may override
+
+    def for_layer(self, layer: int) -> BudgetRule:
+        """The rule for a layer, for rules that differ from one layer to the next."""
+        return self
 
     @property
     def recent_window(self) -> int:

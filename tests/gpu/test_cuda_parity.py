@@ -117,6 +117,22 @@ def test_windows_slide_on_every_tier(models, name, budget, place):
     assert tokens(generate(model, prompts, budget, **POLICIES[place])) == [t.tokens for t in references]
 
 
+@pytest.mark.parametrize("place", ["all_gpu", "all_cpu", "all_cpu_attention_on_cpu", "all_disk_micro", "thirds"])
+def test_heads_have_slots_of_their_own_on_every_tier(models, place):
+    model = models("llama")
+    heads = model.oracle.kv_heads_of
+    recents = tuple(tuple(2 + (layer + head) % 3 for head in range(KV)) for layer, KV in enumerate(heads))
+    budget = (recents, recents, "h2o")
+    prompts = model.clear_cut_prompts(LENGTHS, GEN, [budget])
+    by_head = tuple(tuple(2 * n for n in layer) for layer in recents)
+    kv_budget = KVBudget(hh_size=4, recent_size=4, rule="h2o", by_head=by_head)
+    arguments = dict(device="cuda", dtype="float32", progress=False)
+    with LLM(str(model.folder), Policy(**POLICIES[place]), kv_budget, **arguments) as llm:
+        outputs = llm.generate(prompts, SamplingParams(max_tokens=GEN, ignore_eos=True))
+    expected = [trace.tokens for trace in model.references(prompts, GEN, *budget)]
+    assert [o.outputs[0].token_ids for o in outputs] == expected
+
+
 @pytest.mark.parametrize("budget", [None, BUDGET], ids=["full", "budget"])
 def test_a_second_job_and_several_blocks_give_the_same(models, prompts, on_cpu, budget):
     policy = dict(percent=(33, 33, 33, 33, 33, 33), gpu_batch_size=1, num_gpu_batches=2)
