@@ -333,6 +333,13 @@ class LLM:
         self.choice.plan.check()
         return Session(self.model, self.runner, self.turns, self.choice, count, most)
 
+    def plan(self, workload: Workload, kv_budget: KVBudget | str | None, compress_cache: str | None) -> ExecutionPlan:
+        """What the planner chooses for a job now; nothing is allocated. Raises UserError if nothing fits, or as
+        `Planner.choose`."""
+        if workload.mean_len is None:
+            workload = replace(workload, mean_len=self.expect_len)
+        return self.planner.choose(workload, self.resources(), self._given_policy, kv_budget, compress_cache)
+
     @in_turn
     def run(self, job: JobSpec, writer: Observer) -> None:
         """Run rows that have been admitted. `writer` sees each of them in `on_finished`, as soon as it has ended.
@@ -354,18 +361,14 @@ class LLM:
         self.runner.end_streams("another job of its model began")
         self.device.reset_meters()
         workload = job.workload
-        if workload.mean_len is None:
-            workload = replace(workload, mean_len=self.expect_len)
-        self.choice = self.planner.choose(
-            workload, self.resources(), self._given_policy, job.kv_budget, job.compress_cache
-        )
+        self.choice = job.plan or self.plan(workload, job.kv_budget, job.compress_cache)
         bar = ProgressBar(workload.output_tokens, len(workload.prompt_lens), len(self.model.layers), self.progress)
         observers = Observers(writer, bar, self.observer)
         observers.on_plan(self.choice)
         self.choice.plan.check()
-        window = max(workload.window or 1 << 62, WINDOW_BLOCKS * self.choice.policy.block_size)
+        window = job.window or max(workload.window or 1 << 62, WINDOW_BLOCKS * self.choice.policy.block_size)
         sink = job.sink or Sampler(self.eos_ids, self.tokenizer, self.spec.vocab)
         try:
-            self.report = self.runner.run(self.choice, job.rows, sink, observers, window)
+            self.report = self.runner.run(self.choice, job.rows, sink, observers, window, job.is_sound)
         finally:
             bar.close()

@@ -49,6 +49,7 @@ def make_parser(prog: str) -> options.Parser:
     add("--output-file", metavar="FILE", help=done)
     add_sampling_options(parser)
     add_engine_options(parser)
+    options.add_worker_options(parser)
     add("--report", metavar="FILE", help="write the measurements to this file as JSON")
     add("--verbose", action="store_true", help="print the policy and the memory plan before the run")
 
@@ -118,13 +119,23 @@ def llm_arguments(args: argparse.Namespace, num_prompts: int | None = None) -> d
 @contextmanager
 def open_llm(args: argparse.Namespace, arguments: dict) -> Iterator:
     """The `LLM` of a command with these `llm_arguments`, which warns of measurements of another model."""
-    from h2o_flexgen.llm import LLM
-
-    with LLM(**arguments) as llm:
+    with make_llm(args, arguments) as llm:
         llm.expect_len = args.expect_len
         weights = weights_text(llm.model.compress_weight, llm.model.compute)
         check_model(arguments["losses"], args.kv_rule, llm.model.name, weights)
         yield llm
+
+
+def make_llm(args: argparse.Namespace, arguments: dict):
+    """An `LLM`, or one whose jobs run on workers if the command has options for them, and one is given."""
+    if getattr(args, "workers", None) is None and getattr(args, "ray", None) is None:
+        from h2o_flexgen.llm import LLM
+
+        return LLM(**arguments)
+    from h2o_flexgen.jobs.cluster import Workers
+    from h2o_flexgen.jobs.ray import RayLLM
+
+    return RayLLM(Workers(args.workers, args.ray, args.worker_cpus, args.worker_mem), **arguments)
 
 
 def resumed(job, args: argparse.Namespace) -> dict:
@@ -136,8 +147,25 @@ def rate(tokens_per_s: float) -> str:
     return f"{tokens_per_s:.1f}" if tokens_per_s >= 10 else f"{tokens_per_s:.2f}"
 
 
+def describe_workers(report: dict) -> str:
+    """The report of a job that several workers have run, for humans."""
+    work = report["workload"]
+    total = report["total"]
+    prompts = f"{work['num_prompts']} prompts of up to {work['prompt_len']} tokens, {work['gen_len']} tokens each"
+    lines = [f"model      {report['model']}, {report['dtype']}", f"workload   {prompts}"]
+    for n, worker in enumerate(report["workers"]):
+        died = f", died {worker['deaths']} times" if worker["deaths"] else ""
+        done = f"{worker['rows']} rows, {worker['generated_tokens']} tokens in {worker['seconds']:.2f} s{died}"
+        lines.append(f"{f'worker {n}':<11}on {worker['host']}: {done}")
+    speed = f"{rate(total['tokens_per_s'])} tokens/s"
+    lines.append(f"total      {total['seconds']:.2f} s, {total['generated_tokens']} tokens, {speed}")
+    return "\n".join(lines)
+
+
 def describe(report: dict) -> str:
     """The report for humans."""
+    if "workers" in report:
+        return describe_workers(report)
     policy = Policy(**report["policy"])
     cuda = report["device"].startswith("cuda")
     predicted = report.get("predicted")
@@ -238,6 +266,9 @@ def check(args: argparse.Namespace) -> None:
         if args.input_file is not None and getattr(args, name) is not None:
             raise UserError(f"{options.option(name)} is for built-in prompts; --input-file brings its own")
     check_policy(args)
+    for name in ("worker_cpus", "worker_mem"):
+        if getattr(args, name) is not None and args.workers is None and args.ray is None:
+            raise UserError(f"{options.option(name)} is for a job with --workers")
     for name in ("restart", "retry_errors"):
         if getattr(args, name) and args.output_file is None:
             raise UserError(f"{options.option(name)} is for a job with an --output-file")

@@ -24,6 +24,7 @@ LLM_OPTIONS = (
 )
 #: groups of rarer options, in the order of the help
 JOB = "job"
+WORKERS = "several workers, on Ray"
 BUDGET = "KV budget"
 MACHINE = "model and machine"
 PLACEMENT = "placement; what is not given is searched"
@@ -38,7 +39,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, prog: str, description: str, words: str = ""):
         usage = " ".join(["%(prog)s", *filter(None, [words]), "[options]"])
         super().__init__(prog=prog, usage=usage, description=description, allow_abbrev=False)
-        self._groups = {title: self.add_argument_group(title) for title in (JOB, BUDGET, MACHINE, PLACEMENT)}
+        self._groups = {title: self.add_argument_group(title) for title in (JOB, WORKERS, BUDGET, MACHINE, PLACEMENT)}
 
     def group(self, title: str) -> Callable[..., argparse.Action]:
         """The `add_argument` of a group of rarer options."""
@@ -149,6 +150,17 @@ def add_machine_options(parser: Parser, weights: tuple[str, ...] = ("int8", "int
     add("--gpu-mem", type=gibibytes, metavar="GIB", help="use at most this much GPU memory; without CUDA as --mem")
     cpu = "with CUDA or --percent: use at most this much RAM for the tier cpu"
     add("--cpu-mem", type=gibibytes, metavar="GIB", help=cpu)
+
+
+def add_worker_options(parser: Parser) -> None:
+    """How many workers share a job, and where they are."""
+    add = parser.group(WORKERS)
+    add(
+        "--workers", type=count, metavar="N", help="share the rows among N workers: a GPU or some cores each"
+    )
+    add("--ray", metavar="ADDRESS", help="of the cluster whose machines have them; auto: the one of this machine")
+    add("--worker-cpus", type=count, metavar="N", help="cores of each worker (default: even shares)")
+    add("--worker-mem", type=gibibytes, metavar="GIB", help="RAM of each worker (default: even shares of what is free)")
 
 
 def add_cache_option(parser: Parser) -> None:

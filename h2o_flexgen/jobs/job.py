@@ -16,8 +16,6 @@ from h2o_flexgen.engine.observer import Observer
 from h2o_flexgen.engine.outputs import RequestOutput, complete
 from h2o_flexgen.engine.params import PoolingParams, SamplingParams
 from h2o_flexgen.engine.requests import JobSpec
-from h2o_flexgen.engine.sampling import Sampler
-from h2o_flexgen.engine.tasks import TaskSink
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.jobs.admission import Admission
 from h2o_flexgen.jobs.input import Row, Rows
@@ -25,7 +23,7 @@ from h2o_flexgen.jobs.manifest import Manifest, lock, manifest_path
 from h2o_flexgen.jobs.output import DoneRow, Failures, OutputFile, done_row, put_in_order
 from h2o_flexgen.jobs.resume import Done, Left, all_of, left_of
 from h2o_flexgen.jobs.settings import changes, settings_of
-from h2o_flexgen.jobs.task_rows import done_task
+from h2o_flexgen.jobs.task_rows import done_task, task_sink
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.planning.execution_plan import ExecutionPlan
 from h2o_flexgen.planning.workload import WINDOW
@@ -245,11 +243,7 @@ class JobWriter(Observer):
         # rows that have ended predict the others, unless the user does
         mean_len = self.job.done.mean_len if self.job.before and self.llm.expect_len is None else None
         workload = replace(self.admission.workload(), mean_len=mean_len, window=WINDOW)
-        sink = (
-            TaskSink(Sampler(self.llm.eos_ids, self.llm.tokenizer, self.llm.spec.vocab))
-            if self.admission.has_tasks
-            else None
-        )
+        sink = task_sink(self.llm) if self.admission.has_tasks else None
         self.llm.run(JobSpec(self._sequences(), workload, self.budget, self.compress_cache, sink), self)
 
     def _sequences(self) -> Iterator[Sequence]:

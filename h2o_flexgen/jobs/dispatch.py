@@ -1,0 +1,142 @@
+"""Which rows go to which worker, and what becomes of them when a worker dies. Pure Python, no Ray.
+
+Rows go to whoever asks, so that a slow worker does less. Those of a worker that has died are run again. Rows whose
+workers have died several times are suspects: they are run by themselves, by halves, until one is left that takes its
+worker with it each time:
+
+    A B C D E F G H   die 3 times      A B C D   end
+                                       E F G H   die      E F   die      E   ends
+                                                                         F   dies 3 times: an error
+                                                          G H   end
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import chain, islice
+
+from h2o_flexgen.engine.batch import Sequence
+
+#: so often workers may die on the same rows
+MOST_DEATHS = 3
+FATAL = f"its worker died each of the {MOST_DEATHS} times that it ran this row alone"
+
+#: rows by number, in the order in which the job has read them
+Numbered = dict[int, Sequence]
+
+
+@dataclass
+class Suspects:
+    """Rows that are run by themselves; `deaths`: of workers, while there was only one row."""
+
+    rows: Numbered
+    deaths: int = 0
+
+
+class Dispatch:
+    """The rows of a job that have not ended.
+
+    Args:
+        rows: read as workers ask for them.
+        count: how many there are, at least.
+        workers: how many share them.
+
+    Attributes:
+        left: rows that have not ended.
+        held: the rows of each worker.
+    """
+
+    def __init__(self, rows: Iterable[Sequence], count: int, workers: int):
+        self.count = count
+        self.left = count
+        self.held: list[Numbered] = [{} for _ in range(workers)]
+        self._rows = enumerate(rows)
+        self._next_row = list(islice(self._rows, 1))  # the row after those that were taken
+        self._again: Numbered = {}  # of workers that have died
+        self._deaths: dict[int, int] = {}  # of workers that held a row, if there were any
+        self._suspects: deque[Suspects] = deque()
+        self._alone: dict[int, Suspects] = {}  # by worker
+
+    @property
+    def has_more(self) -> bool:
+        """Whether some rows are with no worker."""
+        return bool(self._next_row or self._again or self._suspects)
+
+    @property
+    def is_done(self) -> bool:
+        return not self.has_more and not any(self.held)
+
+    def take(self, worker: int, count: int) -> Numbered:
+        """Up to `count` more rows for a worker. None if it shall end with those that it holds: there are no more, it
+        runs suspects, or it holds its share of what is left."""
+        held = self.held[worker]
+        if not held:
+            self._alone.pop(worker, None)
+        if worker in self._alone:
+            return {}
+        if not held and self._suspects:
+            self._alone[worker] = self._suspects.popleft()
+            found = self._alone[worker].rows
+        else:
+            share = -(-self.left // len(self.held))
+            found = self._next(min(count, share - len(held)))
+        held.update(found)
+        return found
+
+    def _next(self, count: int) -> Numbered:
+        numbers = list(islice(self._again, max(0, count)))
+        found = {number: self._again.pop(number) for number in numbers}
+        if self._next_row and len(found) < count:
+            found.update(chain(self._next_row, islice(self._rows, count - len(found) - 1)))
+            self._next_row = list(islice(self._rows, 1))
+        return found
+
+    def ended(self, worker: int, number: int) -> Sequence:
+        """Note that a row has ended; returns it."""
+        self._deaths.pop(number, None)
+        self.left -= 1
+        return self.held[worker].pop(number)
+
+    def give_back(self, worker: int) -> None:
+        """The rows of a worker that has not begun with them are run again, and nothing is held against them."""
+        if worker in self._alone:
+            self._suspects.appendleft(self._alone.pop(worker))
+        else:
+            self._again.update(self.held[worker])
+        self.held[worker] = {}
+
+    def died(self, worker: int) -> list[Sequence]:
+        """A worker has died with its rows, which are run again. Returns those that are not, and have failed."""
+        held = self.held[worker]
+        self.held[worker] = {}
+        if worker in self._alone:
+            return self._died_alone(self._alone.pop(worker), held)
+        suspects = {}
+        for number, s in held.items():
+            self._deaths[number] = self._deaths.get(number, 0) + 1
+            (suspects if self._deaths[number] >= MOST_DEATHS else self._again)[number] = s
+        self._suspect(suspects)
+        return []
+
+    def _died_alone(self, group: Suspects, held: Numbered) -> list[Sequence]:
+        """`held`: those of the group that have not ended."""
+        if len(group.rows) > 1 or not held:
+            numbers = list(held)
+            half = len(numbers) // 2
+            for part in (numbers[:half], numbers[half:]):
+                self._suspect({number: held[number] for number in part})
+            return []
+        group.deaths += 1
+        if group.deaths < MOST_DEATHS:
+            self._suspects.append(group)
+            return []
+        (s,) = held.values()
+        s.fail(FATAL)
+        self.left -= 1
+        return [s]
+
+    def _suspect(self, rows: Numbered) -> None:
+        if rows:
+            self._suspects.append(Suspects(rows))
