@@ -155,9 +155,7 @@ def add_machine_options(parser: Parser, weights: tuple[str, ...] = ("int8", "int
 def add_worker_options(parser: Parser) -> None:
     """How many workers share a job, and where they are."""
     add = parser.group(WORKERS)
-    add(
-        "--workers", type=count, metavar="N", help="share the rows among N workers: a GPU or some cores each"
-    )
+    add("--workers", type=count, metavar="N", help="share the rows among N workers: a GPU or some cores each")
     add("--ray", metavar="ADDRESS", help="of the cluster whose machines have them; auto: the one of this machine")
     add("--worker-cpus", type=count, metavar="N", help="cores of each worker (default: even shares)")
     add("--worker-mem", type=gibibytes, metavar="GIB", help="RAM of each worker (default: even shares of what is free)")

@@ -197,7 +197,7 @@ class Crew:
         for n in range(cluster.count):
             if n != self.first:
                 self._load(n)
-        self._warn_of_processors()
+        warn_of_processors([*self.places.values()], self.settings.dtype)
 
     def _hired(self) -> Hired:
         actor = self.cluster.actor(self.kind)
@@ -214,15 +214,6 @@ class Crew:
                 room = f"the cluster has room for {len(self.places)} of {len(numbers)} workers"
                 log.warning("%s: the others join in as soon as there is more", room)
                 return
-
-    def _warn_of_processors(self) -> None:
-        found = {place.cpu for place in self.places.values()}
-        if len(found) > 1 and self.settings.dtype != "float32":
-            where = f"workers have different processors ({', '.join(sorted(found))})"
-            log.warning(
-                "%s: in %s a row's text may depend on which of them runs it; `dtype` float32 gives the same on all",
-                *(where, self.settings.dtype),
-            )
 
     def worker(self, n: int) -> Hired:
         """A worker, which is started if it was killed."""
@@ -279,9 +270,18 @@ def shares_of(places: list[Place], mem: int | None, options: dict) -> dict[str, 
         ram = min(place.ram, options["mem"] or place.ram)
         disk = min(place.disk, options["disk_mem"] or place.disk)
         if mem is not None and mem * count > ram:
-            needed = f"{count} workers of {gib(mem)}"
-            raise UserError(
-                f"{needed} are more than the {gib(ram)} of RAM that {host} has left: take fewer, or less each"
-            )
+            room = f"{host} has room for {ram // mem} of {count} workers with {gib(mem)} each"
+            raise UserError(f"{room}: it has {gib(ram)} of RAM left; take fewer `workers`, or a smaller `worker_mem`")
         found[host] = {"mem": mem or ram // count, "disk_mem": disk // count}
     return found
+
+
+def warn_of_processors(places: list[Place], dtype: str) -> None:
+    """Kernels differ from one processor to another, and with them the last bits of sums."""
+    found = sorted({place.cpu for place in places})
+    if len(found) > 1 and dtype != "float32":
+        log.warning(
+            "workers have different processors (%s): in %s a text may depend on which of them runs it, in float32 not",
+            ", ".join(found),
+            dtype,
+        )

@@ -80,7 +80,7 @@ class Dispatch:
             self._alone[worker] = self._suspects.popleft()
             found = self._alone[worker].rows
         else:
-            share = -(-self.left // len(self.held))
+            share = max(1, -(-self.left // len(self.held)))
             found = self._next(min(count, share - len(held)))
         held.update(found)
         return found
@@ -101,11 +101,13 @@ class Dispatch:
 
     def give_back(self, worker: int) -> None:
         """The rows of a worker that has not begun with them are run again, and nothing is held against them."""
-        if worker in self._alone:
-            self._suspects.appendleft(self._alone.pop(worker))
-        else:
-            self._again.update(self.held[worker])
+        held = self.held[worker]
         self.held[worker] = {}
+        group = self._alone.pop(worker, None)
+        if group is None:
+            self._again.update(held)
+        elif held:
+            self._suspects.appendleft(Suspects(held, group.deaths))
 
     def died(self, worker: int) -> list[Sequence]:
         """A worker has died with its rows, which are run again. Returns those that are not, and have failed."""

@@ -358,7 +358,7 @@ def on_one_disk(crew: Crew, plans: dict[int, ExecutionPlan]) -> list[str]:
     """The names of workers that wait for the same disk most of the time."""
     groups = defaultdict(list)
     for n, plan in plans.items():
-        is_bound = plan.prediction.bound_by == "disk" if plan.prediction else sum(plan.policy.fractions("weights")) < 1
-        if is_bound:
+        streams = plan.policy.fractions("weights")[2] > 0
+        if plan.prediction.bound_by == "disk" if plan.prediction else streams:
             groups[crew.places[n].host, crew.places[n].mount].append(n)
     return [f"workers {', '.join(map(str, each))} on {host}" for (host, _), each in groups.items() if len(each) > 1]

@@ -139,6 +139,8 @@ class Flow(Observer):
         self.ended: dict[int, dict] = {}
         self.is_last = False
         self.has_begun = False
+        self.has_told = False  # the driver that it has begun
+        self.is_known = False  # to the driver
         self.report: dict | None = None
         self.error: BaseException | None = None
 
@@ -167,16 +169,19 @@ class Flow(Observer):
     def wants(self) -> bool:
         return not self.waiting and not self.is_last
 
+    @property
+    def has_news(self) -> bool:
+        return bool(self.ended) or self.wants or self.has_begun != self.has_told or self.report is not None
+
     def exchange(self, rows: Numbered, is_last: bool) -> Progress:
         with self.changed:
             self.numbers.update((s, number) for number, s in rows.items())
             self.waiting.extend(rows.values())
             self.is_last = self.is_last or is_last
-            begun = self.has_begun
+            self.is_known = self.has_told
             self.changed.notify_all()
-            self.changed.wait_for(
-                lambda: self.ended or self.wants or self.report is not None or self.has_begun != begun
-            )
+            self.changed.wait_for(lambda: self.has_news)
+            self.has_told = self.has_begun
             if self.error is not None and not self.ended:
                 raise self.error
             ended = self.ended
@@ -184,9 +189,11 @@ class Flow(Observer):
             return Progress(ended, self.wants, self.has_begun, None if self.error else self.report)
 
     def on_begin(self) -> None:
+        """Wait until the driver knows: if the worker dies now, it is one of its rows that does it."""
         with self.changed:
             self.has_begun = True
             self.changed.notify_all()
+            self.changed.wait_for(lambda: self.is_known)
 
     def on_finished(self, rows: list[Sequence]) -> None:
         with self.changed:
