@@ -51,14 +51,14 @@ def run(args: argparse.Namespace) -> None:
     if args.percent is not None and args.policy is not None:
         raise UserError("--percent contradicts --policy: give one of the two")
     options.check_files(args, reads=("input_file", "policy", "hardware"), writes=("output_file", "report"))
-    rows = read_rows(args.input_file, parse_text)
-    policy = options.make_policy(args, len(rows))
 
     from h2o_flexgen.jobs.job import Job
     from h2o_flexgen.llm import LLM
 
-    arguments = {name: getattr(args, name) for name in (PASSED if policy else [*PASSED, *SEARCHED])}
     with Job(args.output_file, args.restart) as job:
+        rows = read_rows(args.input_file, parse_text, job.known)
+        policy = options.make_policy(args, len(rows))
+        arguments = {name: getattr(args, name) for name in (PASSED if policy else [*PASSED, *SEARCHED])}
         arguments |= resumed(job, args)
         with LLM(policy=policy or args.policy or "auto", observer=planned(args), **arguments) as llm:
             job.run(llm, rows, PoolingParams(args.pooling, args.normalize), args.retry_errors)

@@ -228,13 +228,13 @@ def _last_lines(text: str) -> str:
 def run(args: argparse.Namespace) -> None:
     check(args)
     args.structured = structured(args)
-    rows = read_rows(args.input_file) if args.input_file is not None else None
-    arguments = llm_arguments(args, len(rows) if rows else args.num_prompts)
 
     from h2o_flexgen.jobs.job import Job
 
     params = make_params(args)
     with nullcontext() if args.output_file is None else Job(args.output_file, args.restart) as job:
+        rows = None if args.input_file is None else read_rows(args.input_file, before=job and job.known)
+        arguments = llm_arguments(args, len(rows) if rows else args.num_prompts)
         if job is not None:
             arguments |= resumed(job, args)
         with open_llm(args, arguments) as llm:

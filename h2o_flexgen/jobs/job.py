@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from operator import itemgetter
 from pathlib import Path
 
+import numpy as np
+
 from h2o_flexgen.engine.batch import Sequence
 from h2o_flexgen.engine.observer import Observer
 from h2o_flexgen.engine.outputs import RequestOutput, complete
@@ -96,6 +98,11 @@ class Job:
         for file in (self.output, self.done, self.lock):
             if file is not None:
                 file.close()
+
+    @property
+    def known(self) -> np.ndarray | None:
+        """The rows that the job had, as `Rows.known`."""
+        return self.before and self.before.rows
 
     @property
     def dtype(self) -> str | None:
@@ -282,7 +289,9 @@ class JobWriter(Observer):
             job.lock = self.manifest.write(job.manifest_path, is_new=True)
             job.output = OutputFile(job.path)
         else:  # the manifest after the rows: a changed row must not be found under its new digest
-            job.output = OutputFile(job.path, job.done.lines(self.left) if job.before else ())
+            held = job.done.held(self.left) if job.before else None
+            kept = job.done.lines(self.left) if job.before and held is None else ()
+            job.output = OutputFile(job.path, kept, held)
             old = job.lock
             job.lock = self.manifest.write(job.manifest_path, is_new=False)
             old.close()
