@@ -24,6 +24,7 @@ from h2o_flexgen.engine.messages import content_text
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.jobs.input import Rows, builtin_rows, read_rows
 from h2o_flexgen.jobs.output import Failures
+from h2o_flexgen.jobs.parts import check_form, export, journal_of
 from h2o_flexgen.planning.budget import MIN_HH_RATIO
 from h2o_flexgen.planning.losses import weights_text
 from h2o_flexgen.policy import SEARCHED, Policy, gib
@@ -43,9 +44,9 @@ def make_parser(prog: str) -> options.Parser:
     options.add_model_options(parser)
     add = parser.add_argument
     rows = '{"prompt": "text"}, {"prompt_token_ids": [..]} or {"messages": [..]}'
-    rows = f"JSON lines, may be gzipped: {rows}, or OpenAI's batch format; - is stdin"
+    rows = f"JSON lines, may be gzipped: {rows}, or OpenAI's batch format; Parquet, or a folder of parts; - is stdin"
     add("--input-file", metavar="FILE", help=rows)
-    done = "JSON lines in input order; a job whose file has some of them already goes on"
+    done = "JSON lines in input order, or FILE.jsonl.gz, FILE.parquet, FOLDER/; a job that was begun goes on"
     add("--output-file", metavar="FILE", help=done)
     add_sampling_options(parser)
     add_engine_options(parser)
@@ -232,7 +233,7 @@ def run(args: argparse.Namespace) -> None:
     from h2o_flexgen.jobs.job import Job
 
     params = make_params(args)
-    with nullcontext() if args.output_file is None else Job(args.output_file, args.restart) as job:
+    with nullcontext() if args.output_file is None else Job(journal_of(args.output_file), args.restart) as job:
         rows = None if args.input_file is None else read_rows(args.input_file, before=job and job.known)
         arguments = llm_arguments(args, len(rows) if rows else args.num_prompts)
         if job is not None:
@@ -243,6 +244,7 @@ def run(args: argparse.Namespace) -> None:
                 show_texts(llm, args, rows, params)
             else:
                 job.run(llm, rows, params, args.retry_errors)
+                export(args.output_file)
                 finish(llm, args, job.failures)
 
 
@@ -272,6 +274,8 @@ def check(args: argparse.Namespace) -> None:
     for name in ("restart", "retry_errors"):
         if getattr(args, name) and args.output_file is None:
             raise UserError(f"{options.option(name)} is for a job with an --output-file")
+    if args.output_file is not None:
+        check_form(args.output_file)
     options.check_files(
         args, reads=("input_file", "json_schema", "policy", "hardware", "quality"), writes=("output_file", "report")
     )

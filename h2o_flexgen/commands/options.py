@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterable
 
 from h2o_flexgen.errors import UserError
+from h2o_flexgen.jobs.parts import journal_of
 from h2o_flexgen.policy import GIB, Policy
 from h2o_flexgen.utils.files import check_writable
 
@@ -230,6 +231,7 @@ def check_files(
         given = getattr(args, name)
         if given is None or (given == "-" and name in reads):
             continue
+        given = journal_of(given) if name == "output_file" else given
         path = os.path.realpath(given)
         if path in seen:
             raise UserError(f"{seen[path]} and {option(name)} name the same file: {path}")

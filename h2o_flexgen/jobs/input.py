@@ -15,8 +15,9 @@ import numpy as np
 from h2o_flexgen.engine.messages import Conversation
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.jobs import openai, tasks
-from h2o_flexgen.jobs.content import Content, check_no_array, check_no_table
+from h2o_flexgen.jobs.content import check_no_table
 from h2o_flexgen.jobs.keys import RowError, sampling
+from h2o_flexgen.jobs.parts import open_content
 
 
 @dataclass
@@ -159,10 +160,9 @@ def count_each(wanted: np.ndarray, values: np.ndarray) -> np.ndarray:
 def read_rows(
     path: str, parse: Callable[[bytes, int, int], Row] | None = None, before: np.ndarray | None = None
 ) -> Rows:
-    """The rows of an input file (- for stdin), by default those of `parse_row`. `before`: as of `Rows`. Raises
-    UserError if it cannot be read, is of another form, holds no rows, or has a custom_id twice."""
-    content = Content(path)
-    check_no_array(content)
+    """The rows of an input file (- for stdin) or of the files in a folder, by default those of `parse_row`. `before`:
+    as of `Rows`. Raises UserError if it cannot be read, is of another form, holds no rows, or has a custom_id twice."""
+    content = open_content(path)
     rows = Rows(f"`input_file` {path}", content, parse or parse_row, before)
     if not len(rows):
         raise UserError(f"`input_file` {path} holds no prompts")
