@@ -9,11 +9,14 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 
 from h2o_flexgen.commands import options
+from h2o_flexgen.commands.output import print_text
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.planning.execution_plan import ExecutionPlan
 
 #: tokens that a price is for
 MILLION = 1_000_000
+
+Plan = Callable[[argparse.Namespace], tuple[ExecutionPlan, str]]
 
 
 @dataclass(frozen=True)
@@ -90,11 +93,22 @@ def check(args: argparse.Namespace) -> None:
         raise UserError(f"{given}: give one price, or one for each")
 
 
-def fleet_of(args: argparse.Namespace, plan: Callable[[argparse.Namespace], tuple[ExecutionPlan, str]]) -> Fleet:
+def add_fleet(args: argparse.Namespace, result: dict, plan: Plan) -> None:
+    """Add to the result of a plan what the workers of the options do, if they have any, and print it. Raises UserError
+    as `fleet_of`."""
+    if args.workers is None:
+        return
+    found = fleet_of(args, plan)
+    result["workers"] = found.to_dict()
+    if not args.json:
+        print_text(found.describe())
+
+
+def fleet_of(args: argparse.Namespace, plan: Plan) -> Fleet:
     """What the workers of the options do together. Rows go to whoever is free, so rates add up.
 
     Args:
-        plan: options of one worker -> its plan, and the name of its machine.
+        plan: the options of one worker -> its plan, and the name of its machine.
 
     Raises:
         UserError: the job does not fit on one of them.

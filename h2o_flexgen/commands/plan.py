@@ -77,8 +77,8 @@ def run(args: argparse.Namespace) -> None:
     model = planner.models[choice.compress_weight]
     prompts = args.num_prompts or (choice.policy.block_size if args.search else len(choice.workload.prompt_lens))
     workload = {"prompt_len": length, "gen_len": args.gen_len, "num_prompts": prompts}
-    sizes = sizes_of(model, choice.compress_weight, found, profile, choice)
-    result = result_of(choice, args.compute, sizes, command_for(args, workload, choice, profile))
+    command = command_for(args, workload, choice, profile)
+    result = result_of(choice, args.compute, sizes_of(model, choice.compress_weight, found, profile, choice), command)
     if not args.json:
         print_result(found.name, choice, profile, workload, result)
 
@@ -89,12 +89,8 @@ def run(args: argparse.Namespace) -> None:
         other = profile_for(worker, found)
         return choose(worker, length, planner_for(worker, found, other, policy, losses), policy, budget), name_of(other)
 
-    if not args.search and args.workers:
-        workers = fleet.fleet_of(args, plan_elsewhere)
-        result["workers"] = workers.to_dict()
-        if not args.json:
-            print_text(workers.describe())
     if not args.search and not choice.plan.missing():
+        fleet.add_fleet(args, result, plan_elsewhere)
         suggestions = suggest(args, choice, model.is_quantised, plan_again)
         result["suggestions"] = [asdict(suggestion) for suggestion in suggestions]
         if suggestions and not args.json:

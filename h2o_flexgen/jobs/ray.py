@@ -331,7 +331,9 @@ class Tally:
         """For a report."""
         reports = [report for report in self.reports if report]
         seconds = sum(report["total"]["seconds"] for report in reports)
-        peaks = [report["peak_memory_bytes"] for report in reports]
+        peaks = {tier: 0 for tier in TIERS}
+        for report in reports:
+            peaks = {tier: max(peak, report["peak_memory_bytes"][tier]) for tier, peak in peaks.items()}
         return {
             "host": self.host,
             "policy": self.policy and asdict(self.policy),
@@ -339,7 +341,7 @@ class Tally:
             "generated_tokens": self.tokens,
             "seconds": seconds,
             "deaths": self.deaths,
-            "peak_memory_bytes": {tier: max(peak[tier] for peak in peaks) for tier in TIERS} if peaks else None,
+            "peak_memory_bytes": peaks,
         }
 
 

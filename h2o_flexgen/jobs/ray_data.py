@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
+from operator import itemgetter
 
 import numpy as np
 
@@ -108,8 +110,9 @@ def _without_nulls(pairs: Iterable[tuple]) -> dict:
 def columns_of(rows: Iterable[dict]) -> dict[str, list]:
     """The columns of rows; None where a row lacks one."""
     rows = list(rows)
-    names = dict.fromkeys(name for row in rows for name in row)
-    return {name: [row.get(name) for row in rows] for name in names}
+    names = dict.fromkeys(chain.from_iterable(rows))
+    filled = [dict.fromkeys(names) | row for row in rows]
+    return {name: [*map(itemgetter(name), filled)] for name in names}
 
 
 def added(output: RequestOutput) -> dict:
