@@ -7,9 +7,11 @@ import os
 import signal
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from h2o_flexgen.errors import UserError, reason
+from h2o_flexgen.jobs.dispatch import MOST_DEATHS
 from h2o_flexgen.jobs.worker import Place, Settings, Worker
 from h2o_flexgen.policy import gib
 from h2o_flexgen.utils import interrupts
@@ -151,9 +153,9 @@ def _connect(ray, address: str | None) -> None:
 
 
 def _last_line(error: Exception) -> str:
-    """Of a message of Ray, which ends with the cause."""
+    """Of a message of Ray, which ends with the cause; without Ray's guesses at causes of the cause."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__
+    return lines[-1].partition(" Some common causes")[0] if lines else type(error).__name__
 
 
 @dataclass
@@ -173,8 +175,9 @@ class Crew:
         kind: the class of the workers.
 
     Attributes:
-        workers: None for those that were killed, and are not wanted yet.
+        workers: None for those that are not wanted yet, or were killed.
         places: of those that Ray has placed.
+        shares: as `shares_of`; None before they are known.
         first: the number of the one that loads the model first.
         settings: of the first one, which all must have.
 
@@ -187,43 +190,44 @@ class Crew:
         self.options = options
         self.kind = kind
         self.places: dict[int, Place] = {}
-        self.workers: list[Hired | None] = [self._hired() for _ in range(cluster.count)]
+        self.shares: dict[str, dict] | None = None
+        self.workers: list[Hired | None] = [None] * cluster.count
         self._wait_for_places()
         self.shares = shares_of([*self.places.values()], cluster.wanted.mem, options)
         self.first = min(self.places)
         self._load(self.first)
-        self.settings: Settings = self.get(self.first, self.workers[self.first].settings)
+        self.settings: Settings = self.get(self.first, lambda worker: worker.settings)
         self.options |= {"dtype": self.settings.dtype, "operands": self.settings.operands}
         for n in range(cluster.count):
             if n != self.first:
                 self._load(n)
         warn_of_processors([*self.places.values()], self.settings.dtype)
 
-    def _hired(self) -> Hired:
-        actor = self.cluster.actor(self.kind)
-        return Hired(actor, actor.place.remote(self.options["offload_dir"]))
-
     def _wait_for_places(self) -> None:
         """Wait until all workers run; after a while, until one does."""
         until = time.monotonic() + PLACE_SECONDS
-        numbers = {worker.place: n for n, worker in enumerate(self.workers)}
-        while len(self.places) < len(numbers):
-            for ref in self.cluster.ready([*numbers], LOOK_SECONDS):
-                self.places[numbers[ref]] = self.get(numbers[ref], ref)
+        count = len(self.workers)
+        while len(self.places) < count:
+            waiting = {self.worker(n).place: n for n in range(count) if n not in self.places}
+            for ref in self.cluster.ready([*waiting], LOOK_SECONDS):
+                n = waiting[ref]
+                self.places[n] = self.get(n, lambda worker: worker.place)
             if self.places and time.monotonic() > until:
-                room = f"the cluster has room for {len(self.places)} of {len(numbers)} workers"
+                room = f"the cluster has room for {len(self.places)} of {count} workers"
                 log.warning("%s: the others join in as soon as there is more", room)
                 return
 
     def worker(self, n: int) -> Hired:
-        """A worker, which is started if it was killed."""
+        """A worker, which is started if there is none."""
         if self.workers[n] is None:
-            self.workers[n] = self._hired()
-            self._load(n)
+            actor = self.cluster.actor(self.kind)
+            self.workers[n] = Hired(actor, actor.place.remote(self.options["offload_dir"]))
+            if self.shares is not None:
+                self._load(n)
         return self.workers[n]
 
     def _load(self, n: int) -> None:
-        worker = self.workers[n]
+        worker = self.worker(n)
         worker.settings = worker.actor.load.remote(self.options, self.shares)
 
     def check(self, n: int, settings: Settings) -> None:
@@ -246,12 +250,25 @@ class Crew:
         for n in range(len(self.workers)):
             self._kill(n)
 
-    def get(self, n: int, ref):
-        """What a call of a worker returns, which may take a while. Raises UserError, also if the worker dies."""
-        try:
-            return self.cluster.get(ref)
-        except (UserError, WorkerDied) as e:
-            raise self.named(n, e) from None
+    def get(self, n: int, call: Callable[[Hired], object]):
+        """What a call of a worker returns, which may take a while; if the worker dies, of the one in its place.
+
+        Args:
+            call: worker -> the reference of its result.
+
+        Raises:
+            UserError: the call did, or several workers have died.
+        """
+        for _ in range(MOST_DEATHS):
+            try:
+                return self.cluster.get(call(self.worker(n)))
+            except UserError as e:
+                raise self.named(n, e) from None
+            except WorkerDied as e:
+                log.warning("%s has died: %s", self.name(n), e)
+                error = self.named(n, e)
+                self.replace(n)
+        raise error
 
     def named(self, n: int, error: Exception) -> UserError:
         return UserError(f"{self.name(n)}: {error}")

@@ -173,9 +173,8 @@ class Run:
             log.warning("%s are limited by the same disk: together they are no faster than one of them", workers)
 
     def _planned_by(self, n: int, kv_budget: KVBudget | str | None, compress_cache: str | None) -> ExecutionPlan:
-        worker = self.crew.worker(n)
-        self.crew.get(n, worker.settings)
-        return self.crew.get(n, worker.actor.plan.remote(self.workload, kv_budget, compress_cache))
+        self.crew.get(n, lambda worker: worker.settings)
+        return self.crew.get(n, lambda worker: worker.actor.plan.remote(self.workload, kv_budget, compress_cache))
 
     def _go_on(self, n: int, ref=None) -> None:
         """Let a worker go on with what it has waited for."""
@@ -360,7 +359,8 @@ def on_one_disk(crew: Crew, plans: dict[int, ExecutionPlan]) -> list[str]:
     """The names of workers that wait for the same disk most of the time."""
     groups = defaultdict(list)
     for n, plan in plans.items():
+        place = crew.places.get(n)  # None: it has died since
         streams = plan.policy.fractions("weights")[2] > 0
-        if plan.prediction.bound_by == "disk" if plan.prediction else streams:
-            groups[crew.places[n].host, crew.places[n].mount].append(n)
+        if place is not None and (plan.prediction.bound_by == "disk" if plan.prediction else streams):
+            groups[place.host, place.mount].append(n)
     return [f"workers {', '.join(map(str, each))} on {host}" for (host, _), each in groups.items() if len(each) > 1]

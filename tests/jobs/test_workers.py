@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 from command_tools import read_rows, write_rows
-from local_cluster import FATAL_TOKEN, Killer, LocalCluster, MortalLLM, StubWorker
+from local_cluster import FATAL_TOKEN, Died, Killer, LocalCluster, MortalLLM, StubWorker
 from stub_engine import StubLLM
 
 from h2o_flexgen import KVBudget, Policy, SamplingParams, UserError
@@ -287,3 +287,42 @@ def test_a_cluster_of_another_version_is_refused(monkeypatch):
 
 def test_options_of_workers_need_workers(refused, model):
     assert refused("--model", model, "--worker-cpus", 1) == "--worker-cpus is for a job with --workers"
+
+
+class Frail(StubWorker):
+    """Dies in the first call of each kind, whichever worker it is."""
+
+    died: set = set()
+
+    def _die_once(self, name: str) -> None:
+        if name not in Frail.died:
+            Frail.died.add(name)
+            raise Died(name)
+
+    def place(self, offload_dir):
+        self._die_once("place")
+        return super().place(offload_dir)
+
+    def load(self, options, shares):
+        self._die_once("load")
+        return super().load(options, shares)
+
+    def plan(self, workload, kv_budget, compress_cache):
+        self._die_once("plan")
+        return super().plan(workload, kv_budget, compress_cache)
+
+
+def test_workers_that_die_before_they_run_are_replaced_too(model, tmp_path):
+    with crew(model, 2, Frail) as llm:
+        assert run(llm, tmp_path, many(50)) == alone(model, tmp_path, many(50))
+    assert Frail.died == {"place", "load", "plan"}
+
+
+def test_workers_that_always_die_while_they_load_are_an_error(model):
+    class Hopeless(StubWorker):
+        def load(self, options, shares):
+            raise Died("no memory")
+
+    with pytest.raises(UserError, match="worker 0: no memory"):
+        with crew(model, 2, Hopeless):
+            pass
