@@ -53,6 +53,8 @@ MILLION = (10_000, 1_000_000)
 KILLS = {"workers": 50, "driver": 10, "cluster": 5}
 PORT = 6397
 RUNS = 5
+#: the most seconds between the start of a driver and its next row
+PATIENCE = 120.0
 #: seconds until a driver notices that its cluster has gone
 RECONNECT = "5"
 
@@ -115,7 +117,7 @@ def measure_rows(folder: Path, count: int) -> dict:
     return {
         "rows": count,
         "ms_a_row": 1e3 * sum(run["seconds"] for run in runs) / count,
-        "peak_bytes": max(run["peak"] for run in runs),
+        "mib": max(run["peak"] for run in runs) / (1 << 20),
         "seconds_to_go_on": runs[1]["to_first_row"],
     }
 
@@ -201,7 +203,16 @@ class Disturbed:
         self.driver.kill()
         self.driver.wait()
         self.start_driver()
+        self.wait_for_rows()
         return True
+
+    def wait_for_rows(self) -> None:
+        """Let the job get on before it is killed again."""
+        path = self.folder / "out.jsonl"
+        before = path.stat().st_size if path.exists() else 0
+        until = time.monotonic() + PATIENCE
+        while time.monotonic() < until and not (path.exists() and path.stat().st_size > before):
+            time.sleep(0.2)
 
     def check(self) -> None:
         """No finished row is lost, and none stands twice."""
@@ -217,6 +228,7 @@ class Disturbed:
         self.start_cluster()
         self.start_driver()
         try:
+            self.wait_for_rows()
             while any(self.left.values()):
                 time.sleep(self.rng.uniform(2, 8))
                 if self.driver.poll() is not None:
@@ -261,7 +273,7 @@ def kills(rows: int) -> None:
         same = sum(ours == alone for ours, alone in zip(*lines))
         assert list(map(len, lines)) == [rows, rows] and same == rows, "not the rows of one LLM"
     done = {kind: count - job.left[kind] for kind, count in KILLS.items()}
-    common.save("workers_kills", {"rows": [done | {"rows": rows, "same": same, "seconds": seconds}]})
+    common.save("workers_kills", {"rows": [done | {"rows": rows, "same": same, "minutes": seconds / 60}]})
 
 
 # speed
