@@ -37,7 +37,7 @@ def work(dispatch: Dispatch, rng: random.Random, fatal: set[int], dies: float = 
 
 
 @given(st.integers(0, 60), st.integers(1, 5), st.sets(st.integers(0, 59), max_size=4), st.integers(0, 1000))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_every_row_ends_once_and_only_fatal_ones_fail(count, workers, fatal, seed):
     dispatch = Dispatch(iter(rows(count)), count, workers)
     ended = work(dispatch, random.Random(seed), fatal)
@@ -48,7 +48,7 @@ def test_every_row_ends_once_and_only_fatal_ones_fail(count, workers, fatal, see
 
 
 @given(st.integers(1, 60), st.integers(1, 5), st.integers(0, 1000))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_workers_that_die_at_random_lose_no_row(count, workers, seed):
     dispatch = Dispatch(iter(rows(count)), count, workers)
     ended = work(dispatch, random.Random(seed), set(), dies=0.05)

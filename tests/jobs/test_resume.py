@@ -41,7 +41,7 @@ def slow_brief(line: bytes) -> Brief | None:
 
 @given(PLAIN_ROWS, EDITS)
 @example({"index": 3, "custom_id": None, "text": "", "token_ids": [5], "finish_reason": "stop"}, [])
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_a_line_is_read_as_json_reads_it(row, edits):
     data = {name: value for name, value in row.items() if (name, value) != ("custom_id", None)}
     line = encoded(data)
@@ -65,7 +65,7 @@ LINES = st.lists(st.sampled_from([b'{"prompt": "a"}\n', b'{"custom_id": "x"}\n',
 
 
 @given(LINES, LINES)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_lines_that_are_as_before_are_not_parsed_again(old, new):
     def rows(lines, before=None, parse=parse_row):
         named = [line.replace(b'"x"', b'"x%d"' % n) for n, line in enumerate(lines)]

@@ -156,6 +156,23 @@ def test_rows_are_written_as_they_end(model, tmp_path, monkeypatch):
         assert sum(worker["rows"] for worker in llm.report["workers"]) == 300 - kept
 
 
+def test_one_llm_and_workers_go_on_with_each_others_jobs(model, tmp_path):
+    rows = many(120)
+    whole = alone(model, tmp_path, rows)
+    with StubLLM(str(model), **FP32) as llm:
+        llm.stop = 40
+        with pytest.raises(KeyboardInterrupt):
+            run(llm, tmp_path, rows)
+    with crew(model, 2) as llm:
+        assert run(llm, tmp_path, rows) == whole
+        assert 0 < sum(worker["rows"] for worker in llm.report["workers"]) < 100
+    out = tmp_path / "out.jsonl"
+    out.write_bytes(b"".join(out.read_bytes().splitlines(keepends=True)[:50]))
+    with StubLLM(str(model), **FP32) as llm:
+        llm.stop = 1 << 60
+        assert run(llm, tmp_path, rows) == whole
+
+
 def job_add(job: Job, written: list, most: int):
     """`JobWriter._add`, which is interrupted after `most` rows."""
 
