@@ -2,7 +2,7 @@
 
 Rows go to whoever asks, so that a slow worker does less. Those of a worker that has died are run again. Rows whose
 workers have died several times are suspects: they are run by themselves, by halves, until one is left that takes its
-worker with it each time:
+worker with it each time. A worker that dies meanwhile on other rows shows that it may not be the row.
 
     A B C D E F G H   die 3 times      A B C D   end
                                        E F G H   die      E F   die      E   ends
@@ -19,9 +19,11 @@ from itertools import chain, islice
 
 from h2o_flexgen.engine.batch import Sequence
 
-#: so often workers may die on the same rows
+#: so often workers may die on the same rows, and then on one of them alone
 MOST_DEATHS = 3
-FATAL = f"its worker died each of the {MOST_DEATHS} times that it ran this row alone"
+#: the same on one alone, if workers have also died on others: machines are lost, or somebody kills them
+MOST_ALONE = 8
+FATAL = "its worker died each time that it ran this row alone"
 
 #: rows by number, in the order in which the job has read them
 Numbered = dict[int, Sequence]
@@ -29,7 +31,7 @@ Numbered = dict[int, Sequence]
 
 @dataclass
 class Suspects:
-    """Rows that are run by themselves; `deaths`: of workers, while there was only one row."""
+    """Rows that are run by themselves; `deaths`: of workers, one after the other, while there was only one row."""
 
     rows: Numbered
     deaths: int = 0
@@ -55,6 +57,7 @@ class Dispatch:
         self._rows = enumerate(rows)
         self._next_row = list(islice(self._rows, 1))  # the row after those that were taken
         self._again: Numbered = {}  # of workers that have died
+        self._all_deaths = 0  # of workers
         self._deaths: dict[int, int] = {}  # of workers that held a row, if there were any
         self._suspects: deque[Suspects] = deque()
         self._alone: dict[int, Suspects] = {}  # by worker
@@ -101,6 +104,8 @@ class Dispatch:
 
     def give_back(self, worker: int) -> None:
         """The rows of a worker that has not begun with them are run again, and nothing is held against them."""
+        self._all_deaths += 1
+        self._forgive()
         held = self.held[worker]
         self.held[worker] = {}
         group = self._alone.pop(worker, None)
@@ -113,11 +118,14 @@ class Dispatch:
         """A worker has died with its rows, which are run again. Returns those that are not, and have failed."""
         held = self.held[worker]
         self.held[worker] = {}
+        self._all_deaths += 1
+        for number in held:
+            self._deaths[number] = self._deaths.get(number, 0) + 1
         if worker in self._alone:
             return self._died_alone(self._alone.pop(worker), held)
+        self._forgive()
         suspects = {}
         for number, s in held.items():
-            self._deaths[number] = self._deaths.get(number, 0) + 1
             (suspects if self._deaths[number] >= MOST_DEATHS else self._again)[number] = s
         self._suspect(suspects)
         return []
@@ -130,14 +138,20 @@ class Dispatch:
             for part in (numbers[:half], numbers[half:]):
                 self._suspect({number: held[number] for number in part})
             return []
+        ((number, s),) = held.items()
         group.deaths += 1
-        if group.deaths < MOST_DEATHS:
+        is_calm = self._deaths[number] == self._all_deaths
+        if group.deaths < (MOST_DEATHS if is_calm else MOST_ALONE):
             self._suspects.append(group)
             return []
-        (s,) = held.values()
         s.fail(FATAL)
         self.left -= 1
         return [s]
+
+    def _forgive(self) -> None:
+        """A worker has died that ran no suspects: those that did may have died of the same."""
+        for group in (*self._suspects, *self._alone.values()):
+            group.deaths = 0
 
     def _suspect(self, rows: Numbered) -> None:
         if rows:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from h2o_flexgen.engine.batch import Sequence
-from h2o_flexgen.jobs.dispatch import FATAL, MOST_DEATHS, Dispatch
+from h2o_flexgen.jobs.dispatch import FATAL, MOST_ALONE, MOST_DEATHS, Dispatch
 
 
 def rows(count: int) -> list[Sequence]:
@@ -56,7 +56,14 @@ def test_workers_that_die_at_random_lose_no_row(count, workers, seed):
 
 
 def test_a_fatal_row_is_found_by_halves():
-    dispatch = Dispatch(iter(rows(64)), 64, 1)
+    assert deaths_by_a_fatal_row(Dispatch(iter(rows(64)), 64, 1)) == MOST_DEATHS + 6 + MOST_DEATHS
+    disturbed = Dispatch(iter(rows(64)), 64, 1)
+    disturbed.died(0)  # not by the row
+    assert deaths_by_a_fatal_row(disturbed) == MOST_DEATHS + 6 + MOST_ALONE
+
+
+def deaths_by_a_fatal_row(dispatch: Dispatch) -> int:
+    """Run 64 rows of which one is fatal: together, by themselves (64, 32, ... 2), alone."""
     deaths = 0
     failed = []
     while not dispatch.is_done:
@@ -68,7 +75,22 @@ def test_a_fatal_row_is_found_by_halves():
             for number in list(held):
                 dispatch.ended(0, number)
     assert [s.index for s in failed] == [37]
-    assert deaths == MOST_DEATHS + 6 + MOST_DEATHS  # all 64; 64 to 2 by themselves; one
+    return deaths
+
+
+def test_a_row_is_not_blamed_while_others_die_too():
+    dispatch = Dispatch(iter(rows(2)), 2, 2)
+    for _ in range(MOST_DEATHS):
+        assert dispatch.take(0, 1)
+        dispatch.died(0)
+    dispatch.take(1, 1)  # the suspect, or the other one
+    for _ in range(MOST_ALONE - 1):
+        dispatch.take(0, 1)
+        assert dispatch.died(0) == []
+    dispatch.give_back(1)  # a worker that was lost
+    for _ in range(MOST_ALONE - 1):
+        assert dispatch.take(0, 1)
+        assert dispatch.died(0) == []
 
 
 def test_rows_of_a_worker_that_never_began_are_not_suspected():
