@@ -123,3 +123,34 @@ def test_rows_are_read_as_they_are_taken():
 def test_more_rows_than_were_announced_run_too():
     dispatch = Dispatch(iter(rows(50)), 10, 2)
     assert len(work(dispatch, random.Random(0), set())) == 50
+
+
+def kill_at_random(seed: int) -> int:
+    """Seconds of a job of two workers, one of which is killed every few seconds; a row takes about as long. Returns how
+    many rows fail."""
+    rng = random.Random(seed)
+    dispatch = Dispatch(iter(rows(200)), 200, 2)
+    loaded = [5.0, 5.0]  # when they have
+    ends: list[dict[int, float]] = [{}, {}]
+    failed = 0
+    for now in range(100_000):
+        for worker in (0, 1):
+            if now < loaded[worker]:
+                continue
+            for number in [number for number, end in ends[worker].items() if now >= end]:
+                dispatch.ended(worker, number)
+                del ends[worker][number]
+            for number in dispatch.take(worker, 8 - len(dispatch.held[worker])):
+                ends[worker][number] = now + rng.uniform(3, 5) * (1 + number % 2)
+        if rng.random() < 0.2 and now < 300:
+            worker = rng.randrange(2)
+            failed += len(dispatch.died(worker)) if now >= loaded[worker] else dispatch.give_back(worker) or 0
+            ends[worker] = {}
+            loaded[worker] = now + rng.uniform(5, 10)
+        if dispatch.is_done:
+            return failed
+    raise AssertionError("it never ends")
+
+
+def test_random_kills_blame_no_row():
+    assert sum(map(kill_at_random, range(20))) == 0
