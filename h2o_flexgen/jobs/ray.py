@@ -294,14 +294,13 @@ class Run:
         seconds = time.monotonic() - self.begun
         tokens = sum(tally.tokens for tally in self.tallies)
         workload = self.job.workload
-        budget = self.choice.rule.to_dict()
         return {
             "workload": {
                 "num_prompts": self.dispatch.count,
                 "prompt_len": workload.longest,
                 "gen_len": workload.gen_len,
             },
-            "kv_budget": budget,
+            "kv_budget": self.choice.rule.to_dict(),
             "compress_cache": self.choice.compress_cache,
             "total": {"seconds": seconds, "generated_tokens": tokens, "tokens_per_s": tokens / seconds},
             "workers": [tally.to_dict() for tally in self.tallies],
