@@ -598,6 +598,43 @@ TABLES = {
         above="Random schemas: {validity[schemas]}; texts that ended: {validity[ended]}, of these valid: "
         "{validity[valid]}.",
     ),
+    "workers_simulated": Table(
+        {
+            "workers busy": "{busy:.1%}",
+            "their places taken": "{places:.1%}",
+            "until": "{seconds:.0f} s",
+            "all rows done": "{all_seconds:.0f} s",
+            "deaths": "{deaths}",
+            "rows that failed": "{failed}",
+        },
+        above="{settings[workers]} workers, {settings[rows]} rows, {settings[places]} places each; busy until "
+        "{settings[ending]:.0%} of the rows were done.",
+    ),
+    "workers_kills": Table(
+        {
+            "kills of workers": "{workers}",
+            "of the driver": "{driver}",
+            "of the whole cluster": "{cluster}",
+            "rows": "{rows}",
+            "the same as one LLM's": "{same}",
+            "minutes": "{minutes:.0f}",
+        },
+    ),
+    "workers_million": Table(
+        {
+            "rows": "{rows:,}",
+            "ms a row, all told": "{ms_a_row:.3f}",
+            "peak RAM of the driver, MiB": "{mib:.0f}",
+            "seconds from a kill at nine tenths to the next row": "{seconds_to_go_on:.1f}",
+        },
+    ),
+    "workers_speed": Table(
+        {
+            "one worker, tokens/s": "{workers_1:.1f}",
+            "two workers": "{workers_2:.1f}",
+            "ratio, median of pairs": "{ratio:.2f}",
+        },
+    ),
     "jobs_kills": KILLS,
     "jobs_kills_demo_model": KILLS,
     "peer_settings": Table(

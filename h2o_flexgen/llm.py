@@ -347,6 +347,23 @@ class LLM:
             return budget
         return self.head_slots.shared(budget, Workload((slots,), gen_len=(STREAM_TEXT - 1) * slots))
 
+    def plan(self, workload: Workload, kv_budget: KVBudget | str | None, compress_cache: str | None) -> ExecutionPlan:
+        """What the planner chooses for a job now, with the slots of each KV head; nothing is allocated. Raises
+        UserError if nothing fits, or as `Planner.choose`."""
+        if workload.mean_len is None:
+            workload = replace(workload, mean_len=self.expect_len)
+        choose = partial(self.planner.choose, workload, self.resources(), self._given_policy)
+        choice = None
+        is_sized = isinstance(kv_budget, KVBudget) and workload.gen_len > 1
+        if not is_sized or not self.head_slots.are_known(kv_budget, workload):  # measuring may take a part of the job
+            choice = choose(kv_budget, compress_cache)
+            kv_budget = choice.kv_budget
+            compress_cache = choice.compress_cache
+        if kv_budget is None or workload.gen_len == 1:
+            return choice
+        seconds = choice.prediction.job_seconds if choice and choice.prediction else 0.0
+        return choose(self.head_slots.shared(kv_budget, workload, seconds), compress_cache)
+
     @in_turn
     def run(self, job: JobSpec, writer: Observer) -> None:
         """Run rows that have been admitted. `writer` sees each of them in `on_finished`, as soon as it has ended.
@@ -364,36 +381,18 @@ class LLM:
     def _given_policy(self) -> Policy | None:
         return None if self.policy == "auto" else self.policy
 
-    def _chosen(self, job: JobSpec, workload: Workload) -> ExecutionPlan:
-        """The plan of a job, with the slots of each KV head. Raises UserError as `Planner.choose`."""
-        choose = partial(self.planner.choose, workload, self.resources(), self._given_policy)
-        budget = job.kv_budget
-        compress_cache = job.compress_cache
-        choice = None
-        is_sized = isinstance(budget, KVBudget) and workload.gen_len > 1
-        if not is_sized or not self.head_slots.are_known(budget, workload):  # how long measuring may take depends on it
-            choice = choose(budget, compress_cache)
-            budget = choice.kv_budget
-            compress_cache = choice.compress_cache
-        if budget is None or workload.gen_len == 1:
-            return choice
-        seconds = choice.prediction.job_seconds if choice and choice.prediction else 0.0
-        return choose(self.head_slots.shared(budget, workload, seconds), compress_cache)
-
     def _run(self, job: JobSpec, writer: Observer) -> None:
         self.runner.end_streams("another job of its model began")
         self.device.reset_meters()
         workload = job.workload
-        if workload.mean_len is None:
-            workload = replace(workload, mean_len=self.expect_len)
-        self.choice = self._chosen(job, workload)
+        self.choice = job.plan or self.plan(workload, job.kv_budget, job.compress_cache)
         bar = ProgressBar(workload.output_tokens, len(workload.prompt_lens), len(self.model.layers), self.progress)
         observers = Observers(writer, bar, self.observer)
         observers.on_plan(self.choice)
         self.choice.plan.check()
-        window = max(workload.window or 1 << 62, WINDOW_BLOCKS * self.choice.policy.block_size)
+        window = job.window or max(workload.window or 1 << 62, WINDOW_BLOCKS * self.choice.policy.block_size)
         sink = job.sink or Sampler(self.eos_ids, self.tokenizer, self.spec.vocab)
         try:
-            self.report = self.runner.run(self.choice, job.rows, sink, observers, window)
+            self.report = self.runner.run(self.choice, job.rows, sink, observers, window, job.is_sound)
         finally:
             bar.close()

@@ -14,6 +14,7 @@ from h2o_flexgen.engine.params import POOLINGS, PoolingParams
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.jobs.input import parse_text, read_rows
 from h2o_flexgen.jobs.output import Failures
+from h2o_flexgen.jobs.parts import check_form, export, journal_of
 from h2o_flexgen.policy import SEARCHED, Policy
 from h2o_flexgen.utils.files import write_text
 
@@ -50,18 +51,20 @@ def make_parser(prog: str) -> options.Parser:
 def run(args: argparse.Namespace) -> None:
     if args.percent is not None and args.policy is not None:
         raise UserError("--percent contradicts --policy: give one of the two")
+    check_form(args.output_file)
     options.check_files(args, reads=("input_file", "policy", "hardware"), writes=("output_file", "report"))
-    rows = read_rows(args.input_file, parse_text)
-    policy = options.make_policy(args, len(rows))
 
     from h2o_flexgen.jobs.job import Job
     from h2o_flexgen.llm import LLM
 
-    arguments = {name: getattr(args, name) for name in (PASSED if policy else [*PASSED, *SEARCHED])}
-    with Job(args.output_file, args.restart) as job:
+    with Job(journal_of(args.output_file), args.restart) as job:
+        rows = read_rows(args.input_file, parse_text, job.known)
+        policy = options.make_policy(args, len(rows))
+        arguments = {name: getattr(args, name) for name in (PASSED if policy else [*PASSED, *SEARCHED])}
         arguments |= resumed(job, args)
         with LLM(policy=policy or args.policy or "auto", observer=planned(args), **arguments) as llm:
             job.run(llm, rows, PoolingParams(args.pooling, args.normalize), args.retry_errors)
+            export(args.output_file)
             finish(llm.report, args, job.failures)
 
 

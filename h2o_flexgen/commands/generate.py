@@ -24,6 +24,7 @@ from h2o_flexgen.engine.messages import content_text
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.jobs.input import Rows, builtin_rows, read_rows
 from h2o_flexgen.jobs.output import Failures
+from h2o_flexgen.jobs.parts import check_form, export, journal_of
 from h2o_flexgen.planning.budget import MIN_HH_RATIO
 from h2o_flexgen.planning.losses import weights_text
 from h2o_flexgen.policy import SEARCHED, Policy, gib
@@ -43,12 +44,13 @@ def make_parser(prog: str) -> options.Parser:
     options.add_model_options(parser)
     add = parser.add_argument
     rows = '{"prompt": "text"}, {"prompt_token_ids": [..]} or {"messages": [..]}'
-    rows = f"JSON lines, may be gzipped: {rows}, or OpenAI's batch format; - is stdin"
+    rows = f"JSON lines, may be gzipped: {rows}, or OpenAI's batch format; Parquet, or a folder of parts; - is stdin"
     add("--input-file", metavar="FILE", help=rows)
-    done = "JSON lines in input order; a job whose file has some of them already goes on"
+    done = "JSON lines in input order, or FILE.jsonl.gz, FILE.parquet, FOLDER/; a job that was begun goes on"
     add("--output-file", metavar="FILE", help=done)
     add_sampling_options(parser)
     add_engine_options(parser)
+    options.add_worker_options(parser)
     add("--report", metavar="FILE", help="write the measurements to this file as JSON")
     add("--verbose", action="store_true", help="print the policy and the memory plan before the run")
 
@@ -118,13 +120,23 @@ def llm_arguments(args: argparse.Namespace, num_prompts: int | None = None) -> d
 @contextmanager
 def open_llm(args: argparse.Namespace, arguments: dict) -> Iterator:
     """The `LLM` of a command with these `llm_arguments`, which warns of measurements of another model."""
-    from h2o_flexgen.llm import LLM
-
-    with LLM(**arguments) as llm:
+    with make_llm(args, arguments) as llm:
         llm.expect_len = args.expect_len
         weights = weights_text(llm.model.compress_weight, llm.model.compute)
         check_model(arguments["losses"], args.kv_rule, llm.model.name, weights)
         yield llm
+
+
+def make_llm(args: argparse.Namespace, arguments: dict):
+    """An `LLM`, or one whose jobs run on workers if the command has options for them, and one is given."""
+    if getattr(args, "workers", None) is None and getattr(args, "ray", None) is None:
+        from h2o_flexgen.llm import LLM
+
+        return LLM(**arguments)
+    from h2o_flexgen.jobs.cluster import Workers
+    from h2o_flexgen.jobs.ray import RayLLM
+
+    return RayLLM(Workers(args.workers, args.ray, args.worker_cpus, args.worker_mem), **arguments)
 
 
 def resumed(job, args: argparse.Namespace) -> dict:
@@ -136,8 +148,25 @@ def rate(tokens_per_s: float) -> str:
     return f"{tokens_per_s:.1f}" if tokens_per_s >= 10 else f"{tokens_per_s:.2f}"
 
 
+def describe_workers(report: dict) -> str:
+    """The report of a job that several workers have run, for humans."""
+    work = report["workload"]
+    total = report["total"]
+    prompts = f"{work['num_prompts']} prompts of up to {work['prompt_len']} tokens, {work['gen_len']} tokens each"
+    lines = [f"model      {report['model']}, {report['dtype']}", f"workload   {prompts}"]
+    for n, worker in enumerate(report["workers"]):
+        died = f", died {worker['deaths']} times" if worker["deaths"] else ""
+        done = f"{worker['rows']} rows, {worker['generated_tokens']} tokens in {worker['seconds']:.2f} s{died}"
+        lines.append(f"{f'worker {n}':<11}on {worker['host']}: {done}")
+    speed = f"{rate(total['tokens_per_s'])} tokens/s"
+    lines.append(f"total      {total['seconds']:.2f} s, {total['generated_tokens']} tokens, {speed}")
+    return "\n".join(lines)
+
+
 def describe(report: dict) -> str:
     """The report for humans."""
+    if "workers" in report:
+        return describe_workers(report)
     policy = Policy(**report["policy"])
     cuda = report["device"].startswith("cuda")
     predicted = report.get("predicted")
@@ -200,13 +229,13 @@ def _last_lines(text: str) -> str:
 def run(args: argparse.Namespace) -> None:
     check(args)
     args.structured = structured(args)
-    rows = read_rows(args.input_file) if args.input_file is not None else None
-    arguments = llm_arguments(args, len(rows) if rows else args.num_prompts)
 
     from h2o_flexgen.jobs.job import Job
 
     params = make_params(args)
-    with nullcontext() if args.output_file is None else Job(args.output_file, args.restart) as job:
+    with nullcontext() if args.output_file is None else Job(journal_of(args.output_file), args.restart) as job:
+        rows = None if args.input_file is None else read_rows(args.input_file, before=job and job.known)
+        arguments = llm_arguments(args, len(rows) if rows else args.num_prompts)
         if job is not None:
             arguments |= resumed(job, args)
         with open_llm(args, arguments) as llm:
@@ -215,6 +244,7 @@ def run(args: argparse.Namespace) -> None:
                 show_texts(llm, args, rows, params)
             else:
                 job.run(llm, rows, params, args.retry_errors)
+                export(args.output_file)
                 finish(llm, args, job.failures)
 
 
@@ -238,9 +268,14 @@ def check(args: argparse.Namespace) -> None:
         if args.input_file is not None and getattr(args, name) is not None:
             raise UserError(f"{options.option(name)} is for built-in prompts; --input-file brings its own")
     check_policy(args)
+    for name in ("worker_cpus", "worker_mem"):
+        if getattr(args, name) is not None and args.workers is None and args.ray is None:
+            raise UserError(f"{options.option(name)} is for a job with --workers")
     for name in ("restart", "retry_errors"):
         if getattr(args, name) and args.output_file is None:
             raise UserError(f"{options.option(name)} is for a job with an --output-file")
+    if args.output_file is not None:
+        check_form(args.output_file)
     options.check_files(
         args, reads=("input_file", "json_schema", "policy", "hardware", "quality"), writes=("output_file", "report")
     )

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterable
 
 from h2o_flexgen.errors import UserError
+from h2o_flexgen.jobs.parts import journal_of
 from h2o_flexgen.policy import GIB, Policy
 from h2o_flexgen.utils.files import check_writable
 
@@ -24,6 +25,7 @@ LLM_OPTIONS = (
 )
 #: groups of rarer options, in the order of the help
 JOB = "job"
+WORKERS = "several workers, on Ray"
 BUDGET = "KV budget"
 MACHINE = "model and machine"
 PLACEMENT = "placement; what is not given is searched"
@@ -38,7 +40,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, prog: str, description: str, words: str = ""):
         usage = " ".join(["%(prog)s", *filter(None, [words]), "[options]"])
         super().__init__(prog=prog, usage=usage, description=description, allow_abbrev=False)
-        self._groups = {title: self.add_argument_group(title) for title in (JOB, BUDGET, MACHINE, PLACEMENT)}
+        self._groups = {title: self.add_argument_group(title) for title in (JOB, WORKERS, BUDGET, MACHINE, PLACEMENT)}
 
     def group(self, title: str) -> Callable[..., argparse.Action]:
         """The `add_argument` of a group of rarer options."""
@@ -151,6 +153,15 @@ def add_machine_options(parser: Parser, weights: tuple[str, ...] = ("int8", "int
     add("--cpu-mem", type=gibibytes, metavar="GIB", help=cpu)
 
 
+def add_worker_options(parser: Parser) -> None:
+    """How many workers share a job, and where they are."""
+    add = parser.group(WORKERS)
+    add("--workers", type=count, metavar="N", help="share the rows among N workers: a GPU or some cores each")
+    add("--ray", metavar="ADDRESS", help="of the cluster whose machines have them; auto: the one of this machine")
+    add("--worker-cpus", type=count, metavar="N", help="cores of each worker (default: even shares)")
+    add("--worker-mem", type=gibibytes, metavar="GIB", help="RAM of each worker (default: even shares of what is free)")
+
+
 def add_cache_option(parser: Parser) -> None:
     quantised = "keep K and V in 8 bits, or K in 8 and V in 4; auto: the fewest bits that make it faster"
     parser.add_argument("--compress-cache", choices=("int8", "int4", "auto"), help=quantised)
@@ -220,6 +231,7 @@ def check_files(
         given = getattr(args, name)
         if given is None or (given == "-" and name in reads):
             continue
+        given = journal_of(given) if name == "output_file" else given
         path = os.path.realpath(given)
         if path in seen:
             raise UserError(f"{seen[path]} and {option(name)} name the same file: {path}")

@@ -7,7 +7,7 @@ import json
 import shlex
 from dataclasses import asdict, replace
 
-from h2o_flexgen.commands import options
+from h2o_flexgen.commands import fleet, options
 from h2o_flexgen.commands.budget import add_budget_options, check_model, make_budget, make_losses
 from h2o_flexgen.commands.options import MACHINE
 from h2o_flexgen.commands.output import describe_curve, describe_job, describe_policy, name_at, print_text
@@ -31,6 +31,7 @@ def make_parser(prog: str) -> options.Parser:
     options.add_model_options(parser, "the same as MODEL")
     parser.group(MACHINE)("--path", help="folder of the weights; _DUMMY_ for random weights")
     add_options(parser, "as many as generate would take")
+    fleet.add_options(parser)
     parser.set_defaults(search=False)
     return parser
 
@@ -76,15 +77,20 @@ def run(args: argparse.Namespace) -> None:
     model = planner.models[choice.compress_weight]
     prompts = args.num_prompts or (choice.policy.block_size if args.search else len(choice.workload.prompt_lens))
     workload = {"prompt_len": length, "gen_len": args.gen_len, "num_prompts": prompts}
-    sizes = sizes_of(model, choice.compress_weight, found, profile, choice)
-    result = result_of(choice, args.compute, sizes, command_for(args, workload, choice, profile))
+    command = command_for(args, workload, choice, profile)
+    result = result_of(choice, args.compute, sizes_of(model, choice.compress_weight, found, profile, choice), command)
     if not args.json:
         print_result(found.name, choice, profile, workload, result)
 
     def plan_again(changed: argparse.Namespace, budget: KVBudget | None):
         return choose(changed, length, planner_for(changed, found, profile, policy, None), policy, budget)
 
+    def plan_elsewhere(worker: argparse.Namespace):
+        other = profile_for(worker, found)
+        return choose(worker, length, planner_for(worker, found, other, policy, losses), policy, budget), name_of(other)
+
     if not args.search and not choice.plan.missing():
+        fleet.add_fleet(args, result, plan_elsewhere)
         suggestions = suggest(args, choice, model.is_quantised, plan_again)
         result["suggestions"] = [asdict(suggestion) for suggestion in suggestions]
         if suggestions and not args.json:
@@ -100,6 +106,8 @@ def check(args: argparse.Namespace) -> None:
     """Raises UserError for options that contradict each other; fills in --model and --compute."""
     if args.hardware is not None and (args.device, args.dtype) != ("auto", "auto"):
         raise UserError("--device and --dtype are for this machine: --hardware brings its own")
+    if not args.search:
+        fleet.check(args)
     options.check_files(args, reads=("hardware", "quality"), writes=("output",))
     if args.compress_weight == "auto" and args.quality is not None:
         raise UserError("--compress-weight auto does not go with --quality, which is of one format of the weights")
@@ -230,7 +238,7 @@ def print_result(name: str, choice, profile, workload: dict, result: dict) -> No
     if choice.curve:
         print_text(describe_curve(choice.curve) + "\n")
     cuda = profile.device == "cuda"
-    machine = profile.machine.get("gpu" if cuda else "cpu", "the profile's machine")
+    machine = name_of(profile)
     name = name_at(name, result["model"].get("revision"))
     job = (name, profile.dtype, machine, workload, describe_policy(choice.policy, cuda))
     p = choice.prediction
@@ -246,6 +254,11 @@ def print_result(name: str, choice, profile, workload: dict, result: dict) -> No
         f"run it     {result['command']}",
     ]
     print_text("\n".join(lines))
+
+
+def name_of(profile) -> str:
+    """The machine of a profile."""
+    return profile.machine.get("gpu" if profile.device == "cuda" else "cpu", "the profile's machine")
 
 
 def describe_cache(result: dict, compress_cache: str | None) -> str:

@@ -13,6 +13,7 @@ from h2o_flexgen.commands.output import print_text
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.jobs.manifest import Manifest, is_running, manifest_path
 from h2o_flexgen.jobs.output import DoneRow, open_done, read_done
+from h2o_flexgen.jobs.parts import journal_of
 from h2o_flexgen.jobs.progress import Progress
 
 #: seconds; a run that seems to take longer began while the clock stood at 1970
@@ -27,7 +28,7 @@ def make_parser(prog: str) -> options.Parser:
 
 
 def run(args: argparse.Namespace) -> None:
-    path = Path(os.path.realpath(args.output_file))
+    path = Path(os.path.realpath(journal_of(args.output_file)))
     manifest = Manifest.read(manifest_path(path))
     if manifest is None:
         raise UserError(f"{args.output_file} is not the output file of a job: there is no {manifest_path(path)}")

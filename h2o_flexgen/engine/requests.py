@@ -25,6 +25,7 @@ from h2o_flexgen.engine.prefixes import shared_tokens
 from h2o_flexgen.engine.step import LogitsSink
 from h2o_flexgen.engine.tasks import TaskSink
 from h2o_flexgen.errors import UserError
+from h2o_flexgen.planning.execution_plan import ExecutionPlan
 from h2o_flexgen.planning.workload import WINDOW, Workload
 from h2o_flexgen.policy import KVBudget
 
@@ -38,6 +39,9 @@ class JobSpec:
         workload: of all rows.
         kv_budget, compress_cache: as for `LLM`.
         sink: receives the logits; None samples tokens.
+        plan: for these rows, if it is chosen already.
+        window: the most rows that are read ahead; None: as many as the workload says.
+        is_sound: the model has given tokens for another row: rows that give NaN fail alone.
     """
 
     rows: Iterable[Sequence]
@@ -45,6 +49,9 @@ class JobSpec:
     kv_budget: KVBudget | str | None = None
     compress_cache: str | None = None
     sink: LogitsSink | None = None
+    plan: ExecutionPlan | None = None
+    window: int | None = None
+    is_sound: bool = False
 
 
 def admit(model: LoadedModel, prompt: Prompt, gen_len: int, rolling: bool) -> list[int]:

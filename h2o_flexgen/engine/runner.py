@@ -79,19 +79,26 @@ class Runner:
         return max(self._at_start, now)
 
     def run(
-        self, job: ExecutionPlan, rows: Iterable[Sequence], sink: LogitsSink, observer: Observer, window: int
+        self,
+        job: ExecutionPlan,
+        rows: Iterable[Sequence],
+        sink: LogitsSink,
+        observer: Observer,
+        window: int,
+        is_sound: bool = False,
     ) -> dict:
         """Run all rows; returns the report of the job.
 
         Args:
             window: the most rows that are read ahead.
+            is_sound: as of a `JobSpec`.
 
         Raises:
             UserError: weights cannot be read, or hold NaN; RAM cannot be pinned; the disk is full or cannot be read;
                 CUDA is out of memory; the model gives NaN for all of several prompts.
         """
         with self.guard():
-            return self._run(job, rows, sink, observer, window)
+            return self._run(job, rows, sink, observer, window, is_sound)
 
     def open(self, job: ExecutionPlan, count: int) -> Streams:
         """Open `count` streams, which are one block of the job, with empty caches. No others may be open. Raises
@@ -125,7 +132,13 @@ class Runner:
             raise
 
     def _run(
-        self, job: ExecutionPlan, rows: Iterable[Sequence], sink: LogitsSink, observer: Observer, window: int
+        self,
+        job: ExecutionPlan,
+        rows: Iterable[Sequence],
+        sink: LogitsSink,
+        observer: Observer,
+        window: int,
+        is_sound: bool,
     ) -> dict:
         self._load_weights(job)
         stores = Stores(self.model, job, self.weights, self.transport)
@@ -135,7 +148,6 @@ class Runner:
         observer.on_begin()
         meter.start()
         failed: list[Sequence] = []  # held back while no row has succeeded: the model may be at fault
-        is_sound = False
         while (pass_ := scheduler.next()) is not None:
             observer.on_pass(pass_.rows)
             walk.run(pass_)

@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 from operator import itemgetter
 from pathlib import Path
 
+import numpy as np
+
 from h2o_flexgen.engine.batch import Sequence
 from h2o_flexgen.engine.observer import Observer
 from h2o_flexgen.engine.outputs import RequestOutput, complete
 from h2o_flexgen.engine.params import PoolingParams, SamplingParams
 from h2o_flexgen.engine.requests import JobSpec
-from h2o_flexgen.engine.sampling import Sampler
-from h2o_flexgen.engine.tasks import TaskSink
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.jobs.admission import Admission
 from h2o_flexgen.jobs.input import Row, Rows
@@ -25,7 +25,7 @@ from h2o_flexgen.jobs.manifest import Manifest, lock, manifest_path
 from h2o_flexgen.jobs.output import DoneRow, Failures, OutputFile, done_row, put_in_order
 from h2o_flexgen.jobs.resume import Done, Left, all_of, left_of
 from h2o_flexgen.jobs.settings import changes, settings_of
-from h2o_flexgen.jobs.task_rows import done_task
+from h2o_flexgen.jobs.task_rows import done_task, task_sink
 from h2o_flexgen.kv_cache import option_layers
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.planning.execution_plan import ExecutionPlan
@@ -99,6 +99,11 @@ class Job:
         for file in (self.output, self.done, self.lock):
             if file is not None:
                 file.close()
+
+    @property
+    def known(self) -> np.ndarray | None:
+        """The rows that the job had, as `Rows.known`."""
+        return self.before and self.before.rows
 
     @property
     def dtype(self) -> str | None:
@@ -248,11 +253,7 @@ class JobWriter(Observer):
         # rows that have ended predict the others, unless the user does
         mean_len = self.job.done.mean_len if self.job.before and self.llm.expect_len is None else None
         workload = replace(self.admission.workload(), mean_len=mean_len, window=WINDOW)
-        sink = (
-            TaskSink(Sampler(self.llm.eos_ids, self.llm.tokenizer, self.llm.spec.vocab))
-            if self.admission.has_tasks
-            else None
-        )
+        sink = task_sink(self.llm) if self.admission.has_tasks else None
         self.llm.run(JobSpec(self._sequences(), workload, self.budget, self.compress_cache, sink), self)
 
     def _sequences(self) -> Iterator[Sequence]:
@@ -291,7 +292,9 @@ class JobWriter(Observer):
             job.lock = self.manifest.write(job.manifest_path, is_new=True)
             job.output = OutputFile(job.path)
         else:  # the manifest after the rows: a changed row must not be found under its new digest
-            job.output = OutputFile(job.path, job.done.lines(self.left) if job.before else ())
+            held = job.done.held(self.left) if job.before else None
+            kept = job.done.lines(self.left) if job.before and held is None else ()
+            job.output = OutputFile(job.path, kept, held)
             old = job.lock
             job.lock = self.manifest.write(job.manifest_path, is_new=False)
             old.close()

@@ -7,19 +7,20 @@ import fcntl
 import json
 import logging
 import os
+import re
 import stat
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 import numpy as np
 
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.jobs import openai
-from h2o_flexgen.jobs.input import Row
+from h2o_flexgen.jobs.input import Row, id_hash, short_hash
 from h2o_flexgen.utils.files import open_regular, sync
 
 if TYPE_CHECKING:
@@ -29,6 +30,21 @@ log = logging.getLogger(__name__)
 
 #: bytes of a file that are written at once
 PIECE = 1 << 18
+#: a text in JSON as we write it
+TEXT = rb'"(?:[ !#-\[\]-~]|\\["\\/bfnrt]|\\u[0-9a-f]{4})*+"'
+#: the line of a plain row that has one output, as we write it; an id with escapes is left to the parser of JSON
+PLAIN = re.compile(
+    rb'\{"index": (?P<index>0|[1-9]\d*), (?:"custom_id": (?P<id>"[ !#-\[\]-~]*+"), )?'
+    rb'"text": ' + TEXT + rb', "token_ids": \[(?P<tokens>(?:\d+(?:, )?)*+)\], "finish_reason": "(?:length|stop)"\}\n'
+)
+
+
+class Held(NamedTuple):
+    """The rows of an output file, which ends with them: their indices, the places where they begin, and all bytes."""
+
+    indices: array
+    offsets: array
+    size: int
 
 
 class OutputFile:
@@ -36,6 +52,7 @@ class OutputFile:
 
     Args:
         kept: (index, line) of rows that are done already; anything else in the file is dropped.
+        held: in place of that, the rows that the file holds; it is not written again.
 
     Attributes:
         waiting: (index, line) of finished rows that are not on disk yet. Of the others only indices and places in the
@@ -45,14 +62,17 @@ class OutputFile:
         OSError: the file cannot be written.
     """
 
-    def __init__(self, path: Path, kept: Iterable[tuple[int, bytes]] = ()):
+    def __init__(self, path: Path, kept: Iterable[tuple[int, bytes]] = (), held: Held | None = None):
         self.path = path
-        self.indices = array("q")
-        self.offsets = array("q")
-        self.size = 0  # bytes of the rows on disk
+        self.indices = array("q", held.indices if held else ())
+        self.offsets = array("q", held.offsets if held else ())
+        self.size = held.size if held else 0  # bytes of the rows on disk
         self.waiting: list[tuple[int, bytes]] = []
         self.error: OSError | None = None  # of the last flush
-        self.file = replace_file(path, (self._noted(index, line) for index, line in kept))
+        if held:
+            self.file = _open_locked(path)
+        else:
+            self.file = replace_file(path, (self._noted(index, line) for index, line in kept))
 
     @property
     def written(self) -> int:
@@ -279,19 +299,48 @@ def open_done(path: Path) -> BinaryIO:
 def read_done(path: Path, file: BinaryIO) -> Iterator[tuple[int, DoneRow]]:
     """The offset of each row in an output file, and the row. After a power failure the last line may be half a row,
     which is ignored. Raises UserError if the file cannot be read, or a line is not a row."""
+    return _read(path, file, lambda line: DoneRow.of(json.loads(line)))
+
+
+def _read(path: Path, file: BinaryIO, parse: Callable[[bytes], object]) -> Iterator[tuple]:
     offset = 0
     try:
         for number, line in enumerate(file, 1):
             if not line.endswith(b"\n"):
                 return
             try:
-                row = DoneRow.of(json.loads(line))
+                row = parse(line)
             except (ValueError, RecursionError, TypeError, KeyError, AttributeError):
                 raise no_row(path, number) from None
             yield offset, row
             offset += len(line)
     except OSError as e:
         raise cannot_read(path, e) from None
+
+
+class Brief(NamedTuple):
+    """What resuming needs of a row: `id_hash` of its id, and as of a `DoneRow`."""
+
+    id_hash: int
+    error: str | None
+    tokens: int
+    answers: int
+
+
+def brief(line: bytes) -> Brief:
+    """Of the line of a row. Raises as `json.loads` and `DoneRow.of`."""
+    found = PLAIN.fullmatch(line)
+    if found is None:
+        row = DoneRow.of(json.loads(line))
+        return Brief(id_hash(row.id), row.error, row.tokens, row.answers)
+    tokens = found["tokens"]
+    count = tokens.count(b",") + 1 if tokens else 0
+    return Brief(short_hash(found["id"] or found["index"]), None, count, 1)
+
+
+def read_briefs(path: Path, file: BinaryIO) -> Iterator[tuple[int, Brief]]:
+    """As `read_done`, several times as fast."""
+    return _read(path, file, brief)
 
 
 def line_at(file: BinaryIO, offset: int) -> bytes:

@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.jobs.input import count_each, id_hash
-from h2o_flexgen.jobs.output import DoneRow, Failures, line_at, moved, no_row, open_done, read_done
+from h2o_flexgen.jobs.input import count_each
+from h2o_flexgen.jobs.output import DoneRow, Failures, Held, line_at, moved, no_row, open_done, read_briefs
 
 
 class Done:
@@ -42,12 +42,13 @@ class Done:
         failed = array("B")
         self.tokens = 0
         self.answers = 0
-        for offset, row in read_done(path, self.file):
-            ids.append(id_hash(row.id))
+        for offset, row in read_briefs(path, self.file):
+            ids.append(row.id_hash)
             self.offsets.append(offset)
             failed.append(row.error is not None)
             self.tokens += row.tokens
             self.answers += row.answers if row.error is None else 0
+        self.size = self.offsets[-1] + len(line_at(self.file, self.offsets[-1])) if ids else 0  # of whole lines
         self.ids = np.array(ids, np.uint64)
         self.failed = np.array(failed, bool)
 
@@ -78,10 +79,19 @@ class Done:
     def lines(self, left: Left) -> Iterator[tuple[int, bytes]]:
         """(index, line) of the rows that stay, in the order of the input. Raises UserError if the file has changed
         since it was read."""
-        if self._state() != self.state:
-            raise UserError(f"`output_file` {self.path} was edited while the job began: start the job again")
+        self._check_state()
         for n, index in zip(left.kept, map(int, left.indices)):
             yield index, moved(line_at(self.file, self.offsets[n]), index)
+
+    def held(self, left: Left) -> Held | None:
+        """All rows of the file, in its order, if none is dropped and all have their old indices. Raises UserError as
+        `lines`."""
+        if not left.is_as_before or len(left.kept) < len(self):
+            return None
+        self._check_state()
+        indices = np.empty(len(self), np.int64)
+        indices[left.kept] = left.indices
+        return Held(array("q", indices.tobytes()), self.offsets, self.size)
 
     def failures(self, left: Left) -> Failures:
         """The failures among the rows that stay."""
@@ -92,6 +102,10 @@ class Done:
             found.note(row.id, row.error)
         found.count = len(failed)
         return found
+
+    def _check_state(self) -> None:
+        if self._state() != self.state:
+            raise UserError(f"`output_file` {self.path} was edited while the job began: start the job again")
 
     def _state(self) -> tuple[int, int]:
         found = os.fstat(self.file.fileno())
@@ -111,6 +125,7 @@ class Left:
         indices: (K,) of these rows.
         dropped: finished rows that are dropped, because their input has changed or is gone.
         remarks: how the rows of the input differ from before, in words.
+        is_as_before: the input has the rows that it had, in their old places; new ones may follow.
     """
 
     todo: np.ndarray
@@ -118,6 +133,7 @@ class Left:
     indices: np.ndarray
     dropped: int = 0
     remarks: str = ""
+    is_as_before: bool = False
 
 
 def all_of(count: int) -> Left:
@@ -147,7 +163,8 @@ def left_of(old: np.ndarray, done: Done, new: np.ndarray, retry_errors: bool) ->
         "are no longer in the input": (count_each(old[:, 0], new[:, 0]) == 0).sum(),
     }
     remarks = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
-    return Left(todo, kept, index[kept], len(done) - int(is_same.sum()), remarks)
+    is_as_before = np.array_equal(new[: len(old)], old)
+    return Left(todo, kept, index[kept], len(done) - int(is_same.sum()), remarks, is_as_before)
 
 
 def places(wanted: np.ndarray, values: np.ndarray) -> np.ndarray:

@@ -11,17 +11,25 @@ from h2o_flexgen.engine.batch import Sequence
 from h2o_flexgen.engine.model import LoadedModel
 from h2o_flexgen.engine.params import PoolingParams
 from h2o_flexgen.engine.pooling import embedding_width, encode_whole, to_embed
+from h2o_flexgen.engine.sampling import Sampler
 from h2o_flexgen.engine.scoring import AnswersOutput, Question, has_failed, question_of
+from h2o_flexgen.engine.tasks import TaskSink
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.jobs import openai
 from h2o_flexgen.jobs.input import Row
 from h2o_flexgen.jobs.keys import RowError
 from h2o_flexgen.jobs.output import DoneRow, begin
 from h2o_flexgen.jobs.tasks import Embed, Inputs
+from h2o_flexgen.llm import LLM
 
 #: digits of an element in JSON, which tell all numbers in fp32 apart
 DIGITS = 9
 OVERFLOWED = "the model's hidden states overflowed for this row"
+
+
+def task_sink(llm: LLM) -> TaskSink:
+    """The sink of a job in which some rows have a task."""
+    return TaskSink(Sampler(llm.eos_ids, llm.tokenizer, llm.spec.vocab))
 
 
 def sequences_of(row: Row, model: LoadedModel, pooling: PoolingParams) -> list[Sequence]:

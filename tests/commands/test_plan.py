@@ -218,5 +218,5 @@ def test_what_cannot_be_planned(planned, options, message):
 def test_generate_and_plan_take_the_same_options():
     """Except for the prompts' texts, the outputs and policy files."""
     ours, theirs = ({*p.make_parser("x")._option_string_actions} for p in (plan, generate))
-    assert ours - theirs == {"-o", "--output", "--json"}
+    assert ours - theirs == {"-o", "--output", "--json", "--price"}
     assert {"--gpu-mem", "--percent", "--hh-ratio", "--path", "--hardware"} <= ours & theirs

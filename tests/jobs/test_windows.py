@@ -20,7 +20,7 @@ from machines import ROOT
 from stub_engine import StubLLM
 
 from h2o_flexgen import SamplingParams, UserError
-from h2o_flexgen.jobs import content, input, manifest, output, resume
+from h2o_flexgen.jobs import content, input, manifest, output
 from h2o_flexgen.jobs.admission import Admission
 from h2o_flexgen.jobs.content import Content
 from h2o_flexgen.jobs.job import Job
@@ -230,8 +230,10 @@ def test_a_manifest_of_many_rows_is_json_of_many_lines(tmp_path):
 def weak_hashes(monkeypatch):
     """Hashes of six bits, so that some ids collide."""
     real = input.id_hash
-    for module in (input, manifest, resume):
+    for module in (input, manifest, output):
         monkeypatch.setattr(module, "id_hash", lambda id: real(id) % 64)
+    short = output.short_hash
+    monkeypatch.setattr(output, "short_hash", lambda content: short(content) % 64)
 
 
 def test_ids_with_the_same_hash_are_not_the_same_id(llm, tmp_path, weak_hashes):
