@@ -360,6 +360,11 @@ def losses_by_bits(data: dict) -> list[dict]:
     return found
 
 
+def losses_by_text(data: dict) -> list[dict]:
+    ranges = [{"least": min(row["texts"].values()), "most": max(row["texts"].values())} for row in data["rows"]]
+    return [row | own for row, own in zip(losses_by_budget(data), ranges)]
+
+
 def losses_by_budget(data: dict) -> list[dict]:
     found = []
     for row in data["rows"]:
@@ -533,6 +538,23 @@ QUALITY = Table(
     },
     losses_by_budget,
     above="{workload[model]} in {workload[dtype]}, {workload[passages]} passages of {workload[texts][0]}, "
+    "{workload[prompt_len]} tokens of prompt and {workload[gen_len]} teacher-forced.",
+)
+
+
+STEPS = Table({"rule": "{rule}", "decode step, ms": "{ms:.1f}", "over the first": "{over_h2o:.2f}"})
+TEXTS_MEASURED = Table(
+    {
+        "rule": "{rule}",
+        "slots, heavy + recent": "{slots}",
+        "KV cache of a sequence, MiB": "{mib:.2f}",
+        "perplexity": "{perplexity:.2f}",
+        "rise": "{rise:+.1%} ± {error:.1%}",
+        "rise of single texts": "{least:+.1%} to {most:+.1%}",
+        "agreement": "{agreement:.1%}",
+    },
+    losses_by_text,
+    above="{workload[model]} in {workload[dtype]}, {workload[passages]} passages of eight texts, "
     "{workload[prompt_len]} tokens of prompt and {workload[gen_len]} teacher-forced.",
 )
 
@@ -744,7 +766,7 @@ TABLES = {
         losses_by_bits,
     ),
     "layers_smollm2": Table({"slots on average": "{slots}", "of each layer": "{each}"}, layer_slots),
-    "rule_steps": Table({"rule": "{rule}", "decode step, ms": "{ms:.1f}", "over h2o's": "{over_h2o:.2f}"}),
+    "rule_steps": STEPS,
     "neurons_smollm2": Table(
         {
             "left out of the output": "{error:.0%}",
@@ -828,6 +850,8 @@ TABLES = {
 #: tables of several results, by the first word of their name
 FAMILIES = {
     "quality": QUALITY,
+    "steps": STEPS,
+    "texts": TEXTS_MEASURED,
     "summaries": SUMMARIES,
     "versions": VERSIONS,
     "needle": trials_table("asked behind", "asked in front", "of 5, the first", "of 5, the others"),

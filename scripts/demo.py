@@ -48,7 +48,7 @@ def main() -> None:
         longest = llm.report["workload"]["prompt_len"]
         print(
             f"{llm.report['model']}, {llm.report['dtype']} on {llm.report['device']}; H2O keeps {slots['heavy']} heavy "
-            f"hitters and {slots['recent']} recent tokens of up to {longest}"
+            f"hitters and {slots['recent']} recent tokens of up to {longest}, on average"
         )
         for question, answer in zip(QUESTIONS, answers):
             show("question", question)

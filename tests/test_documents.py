@@ -84,9 +84,8 @@ def test_commands_name_scripts_that_exist(path):
 
 
 def test_the_transcript_is_of_the_demo():
-    shown = re.search(
-        r"<!-- transcript demo -->\n```\w*\n(.*?)```\n<!-- end -->", (ROOT / "docs" / "quality.md").read_text(), re.S
-    )
+    text = (ROOT / "docs" / "quality-evidence.md").read_text()
+    shown = re.search(r"<!-- transcript demo -->\n```\w*\n(.*?)```\n<!-- end -->", text, re.S)
     assert re.findall(r"^\$ (.*)$", shown[1], re.M) == ["bash scripts/demo.sh"]
 
 
