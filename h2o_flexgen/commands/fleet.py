@@ -7,16 +7,19 @@ import copy
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 from h2o_flexgen.commands import options
 from h2o_flexgen.commands.output import print_text
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.planning.execution_plan import ExecutionPlan
+
+if TYPE_CHECKING:
+    from h2o_flexgen.planning.execution_plan import ExecutionPlan
+
+    Plan = Callable[[argparse.Namespace], tuple[ExecutionPlan, str]]
 
 #: tokens that a price is for
 MILLION = 1_000_000
-
-Plan = Callable[[argparse.Namespace], tuple[ExecutionPlan, str]]
 
 
 @dataclass(frozen=True)
