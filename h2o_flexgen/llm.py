@@ -39,13 +39,11 @@ from h2o_flexgen.planning.execution_plan import ExecutionPlan
 from h2o_flexgen.planning.memory import Resources
 from h2o_flexgen.planning.workload import WINDOW_BLOCKS, Workload
 from h2o_flexgen.policy import KVBudget, Policy
-from h2o_flexgen.profiling.head_slots import HeadSlots
+from h2o_flexgen.profiling.head_slots import TEXT, HeadSlots
 from h2o_flexgen.session import Session, choose
 
 #: tokens of a stream that are read at once
 STREAM_CHUNK = 256
-#: a stream has no length: each head gets the slots that it would have in texts of so many times the slots
-STREAM_TEXT = 5
 
 
 class LLM:
@@ -339,20 +337,20 @@ class LLM:
         return Session(self.model, self.runner, self.turns, self.choice, count, most)
 
     def _of_stream(self, budget: KVBudget | str | None) -> KVBudget | str | None:
-        """The budget of a session with the slots of each head, as in texts STREAM_TEXT times as long."""
+        """The budget of a session with the slots of each head, which must leave positions for new tokens."""
         if not isinstance(budget, KVBudget) or (budget.hh_ratio, budget.recent_ratio) != (None, None):
             return budget
         slots = sum(budget.slots(self.spec.positions))
-        if STREAM_TEXT * slots > self.spec.positions or head_losses(budget.rule):
+        if TEXT * slots > self.spec.positions or head_losses(budget.rule):
             return budget
-        return self.head_slots.shared(budget, Workload((slots,), gen_len=(STREAM_TEXT - 1) * slots))
+        return self.head_slots.shared(budget, Workload((slots,), gen_len=slots + 2))
 
     def plan(self, workload: Workload, kv_budget: KVBudget | str | None, compress_cache: str | None) -> ExecutionPlan:
         """What the planner chooses for a job now, with the slots of each KV head; nothing is allocated. Raises
         UserError if nothing fits, or as `Planner.choose`."""
         if workload.mean_len is None:
             workload = replace(workload, mean_len=self.expect_len)
-        choose = partial(self.planner.choose, workload, self.resources(), self._given_policy)
+        choose = lambda *asked: self.planner.choose(workload, self.resources(), self._given_policy, *asked)
         choice = None
         is_sized = isinstance(kv_budget, KVBudget) and workload.gen_len > 1
         if not is_sized or not self.head_slots.are_known(kv_budget, workload):  # measuring may take a part of the job
@@ -361,8 +359,15 @@ class LLM:
             compress_cache = choice.compress_cache
         if kv_budget is None or workload.gen_len == 1:
             return choice
-        seconds = choice.prediction.job_seconds if choice and choice.prediction else 0.0
-        return choose(self.head_slots.shared(kv_budget, workload, seconds), compress_cache)
+        if choice is None:
+            return choose(self.head_slots.shared(kv_budget, workload), compress_cache)
+        seconds = choice.prediction.job_seconds if choice.prediction else 0.0
+        limits = self.resources().limits
+        room = min(limit for tier, limit in limits.items() if tier != "disk")
+        shared = self.head_slots.shared(kv_budget, workload, seconds, room)
+        self.device.release_gaps()
+        self.device.reset_meters()
+        return replace(choose(shared, compress_cache), curve=choice.curve)
 
     @in_turn
     def run(self, job: JobSpec, writer: Observer) -> None:

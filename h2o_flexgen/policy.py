@@ -73,8 +73,16 @@ class KVBudget:
                 raise UserError(f"`{name}` must be a whole number of slots, 0 or more, not {value}")
         if not isinstance(self.rule, str):
             raise UserError(f"the rule of a KV budget is a name, not {self.rule!r}")
+        self._check_by_head()
         if not isinstance(self.position_rolling, bool):
             raise UserError(f"`position_rolling` must be true or false, not {self.position_rolling!r}")
+
+    def _check_by_head(self) -> None:
+        layers = self.by_head or ()
+        is_tuple = isinstance(layers, tuple) and all(isinstance(each, tuple) and each for each in layers)
+        slots = [n for each in layers for n in each] if is_tuple else []
+        if not is_tuple or not all(type(n) is int and n >= 1 for n in slots):
+            raise UserError("the slots of each KV head must be tuples of whole numbers, 1 or more, one tuple a layer")
 
     @classmethod
     def from_ratio(cls, hh_ratio: float, recent_ratio: float | None = None, rule: str = DEFAULT_RULE) -> KVBudget:
@@ -92,9 +100,10 @@ class KVBudget:
         rule = data.get("rule", FIRST_RULE)
         rolling = data.get("position_rolling", False)
         layers = data.get("layers")
-        by_head = layers and tuple(tuple(each) if isinstance(each, list) else (each,) for each in layers)
+        if layers is not None:
+            layers = tuple(tuple(each) if isinstance(each, list) else (each,) for each in layers)
         return cls(
-            hh_size=data["heavy"], recent_size=data["recent"], rule=rule, position_rolling=rolling, by_head=by_head
+            hh_size=data["heavy"], recent_size=data["recent"], rule=rule, position_rolling=rolling, by_head=layers
         )
 
     def to_dict(self, longest_prompt: int) -> dict:

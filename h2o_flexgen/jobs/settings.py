@@ -10,6 +10,7 @@ from h2o_flexgen import __version__
 from h2o_flexgen.engine.params import PoolingParams, SamplingParams
 from h2o_flexgen.formats import Int8, dtype_name
 from h2o_flexgen.kv_cache import head_losses
+from h2o_flexgen.kv_cache.layers import HeadLosses
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.policy import KVBudget
 
@@ -39,7 +40,7 @@ def settings_of(llm: LLM, params: SamplingParams | PoolingParams, longest_prompt
         "compute": llm.model.compute,
         "operands": llm.model.operands,
         "kv_budget": budget.to_dict(longest_prompt) if isinstance(budget, KVBudget) else budget,
-        "layers": layers and hashlib.sha256(repr(layers).encode()).hexdigest()[:16],  # the budget only names a file
+        "layers": layers and _digest(layers),  # the budget only names a file
         **(asdict(params) if isinstance(params, PoolingParams) else _sampling(params)),
         "chat_template_kwargs": llm.model.chat.template_kwargs or None,
         "version": __version__,
@@ -55,6 +56,10 @@ def _sampling(params: SamplingParams) -> dict:
         found[each.name] = json.loads(json.dumps(value, default=vars)) if is_asked else None
     found["gen_len"] = found.pop("max_tokens")
     return found
+
+
+def _digest(losses: HeadLosses) -> str:
+    return hashlib.sha256(repr((losses.budgets, losses.losses)).encode()).hexdigest()[:16]
 
 
 def changes(old: dict, new: dict) -> list[str]:

@@ -41,7 +41,9 @@ class HeadLosses:
         """Raises KeyError, TypeError or ValueError for other data."""
         budgets = _curve(data["budgets"])
         # files of earlier versions have one curve a layer
-        layers = [layer if isinstance(layer[0], list) else [layer] for layer in data["losses"]]
+        layers = [layer if isinstance(layer[0], list) else [layer] for layer in data["losses"] if layer]
+        if len(layers) < len(data["losses"]):
+            raise ValueError
         losses = tuple(tuple(map(_curve, layer)) for layer in layers)
         rising = all(a < b for a, b in pairwise((0.0, *budgets)))
         curves = [curve for layer in losses for curve in layer]
@@ -67,7 +69,8 @@ class HeadLosses:
             )
         sizes = [max(1, int(part * length)) for part in self.budgets]
         choices = chain.from_iterable(combinations(range(len(sizes)), count) for count in range(1, SIZES + 1))
-        allocations = (self._allocated(choice, sizes, mean) for choice in choices if sizes[choice[0]] <= mean)
+        possible = [c for c in choices if sizes[c[0]] <= mean and len({sizes[n] for n in c}) == len(c)]
+        allocations = (self._allocated(choice, sizes, mean) for choice in possible)
         best = min(allocations, key=lambda each: (each.loss, -sum(each.slots)))
         chosen = iter(best.slots)
         return tuple(tuple(islice(chosen, len(layer))) for layer in self.losses)

@@ -16,12 +16,13 @@ Shapes: B texts of N tokens, H query heads, KV heads, D elements of a head, Q qu
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from math import inf
+from math import inf, prod
 from time import perf_counter
 
 import torch
 from torch import Tensor
 
+from h2o_flexgen.engine.model import LoadedModel
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.kernels.attention import causal_attention, causal_attention_with_scores
 from h2o_flexgen.kv_cache import head_losses, rule_for
@@ -41,9 +42,7 @@ PROMPTS = (0.5, 0.75)
 EVERY = 16
 QUERIES = 15
 #: rows that go through a block at once
-ROWS = 4096
-#: layers whose time tells that of the others
-TRIED = 2
+ROWS = 1024
 #: tokens of the shortest text that can be used
 LEAST = 64
 
@@ -144,6 +143,15 @@ class Watched:
         return causal_attention(q, k, v)
 
 
+def most_bytes(model: LoadedModel, rows: int) -> int:
+    """An upper bound of the memory that `measure` takes for so many tokens: a layer's weights twice, and the floats of
+    a block and of attention."""
+    layers = [sum(map(prod, layer.shapes.values())) for layer in model.layers[1:-1]]
+    spec = model.spec
+    floats = rows * (8 * spec.hidden + 4 * spec.inner + rows * spec.heads // 4)
+    return 2 * max(layers) * model.dtype.itemsize + floats * torch.float32.itemsize
+
+
 @torch.inference_mode()
 def measure(
     model: LayerModel, ids: Tensor, rule: str, progress: bool = True, most_seconds: float = inf
@@ -159,10 +167,12 @@ def measure(
     probes = [Probe(model, int(part * N), list(rules.values()), N) for part in PROMPTS]
     begin = perf_counter()
     for layer in bar(range(spec.layers), "measuring how far each head looks back", unit="layers", show=progress):
-        if layer == TRIED and (perf_counter() - begin) * spec.layers / layer > most_seconds:
-            return None
         attention = Watched()
         following = model.block(layer, hidden, positions, attention)
+        took = perf_counter() - begin
+        again = len(rules) * spec.at(layer).kv_heads * sum(len(probe.at) for probe in probes) / N  # of as many rows
+        if max(took, 0 if layer else took * (1 + again) * spec.layers) > most_seconds:
+            return None
         for probe in probes:
             probe.step(layer, hidden, following, *attention.seen)
         model.release(layer)

@@ -6,6 +6,7 @@ import json
 import logging
 from contextlib import closing
 from dataclasses import asdict, replace
+from math import inf
 from pathlib import Path
 from zlib import crc32
 
@@ -14,7 +15,7 @@ from h2o_flexgen.errors import UserError
 from h2o_flexgen.kv_cache import head_losses, option_layers, rule_for
 from h2o_flexgen.kv_cache.layers import HeadLosses
 from h2o_flexgen.planning.workload import Workload
-from h2o_flexgen.policy import KVBudget
+from h2o_flexgen.policy import GIB, KVBudget
 from h2o_flexgen.profiling import calibration, windows
 from h2o_flexgen.profiling.layer_model import LayerModel, check_attention
 from h2o_flexgen.profiling.machine import keep
@@ -25,6 +26,10 @@ FORMAT = 1
 #: passages of the built-in text, and tokens of each
 WINDOWS = 2
 WINDOW = 1024
+#: fewer slots than this are the same in all heads
+LEAST_SLOTS = 24
+#: a budget in slots is taken to be for texts so many times as long
+TEXT = 5
 #: measuring may take this long, or this fraction of the job
 MOST_SECONDS = 60
 MOST_OF_JOB = 0.02
@@ -48,21 +53,28 @@ class HeadSlots:
         """Whether `shared` has nothing to measure."""
         rule = budget.rule
         is_open = self._is_open(budget, workload)
-        if is_open and rule not in self._known and (kept := self._kept(rule)) is not None:
-            self._known[rule] = kept
+        if is_open and rule not in self._known:
+            self._read(rule)
         return not is_open or rule in self._known
 
-    def shared(self, budget: KVBudget, workload: Workload, job_seconds: float = 0.0) -> KVBudget:
+    def shared(self, budget: KVBudget, workload: Workload, job_seconds: float = 0.0, room: float = inf) -> KVBudget:
         """The budget with the slots of each head for texts of the job; a budget that has them stays as it is. All heads
         get the same if the user says so, the model cannot be measured, or the budget is out of the measured range.
-        `job_seconds`: what the job takes, if known. Raises UserError for a file of losses that cannot be used."""
+
+        Args:
+            job_seconds: what the job takes, if known.
+            room: bytes of memory that measuring may take.
+
+        Raises:
+            UserError: a file of losses that cannot be used.
+        """
         if not self.are_known(budget, workload):
-            self._known[budget.rule] = self._measured(budget.rule, max(MOST_SECONDS, MOST_OF_JOB * job_seconds))
+            self._known[budget.rule] = self._measured(budget.rule, max(MOST_SECONDS, MOST_OF_JOB * job_seconds), room)
         if budget.by_head is not None:
             return budget
         alike = replace(budget, by_head=())
         slots = sum(budget.slots(workload.longest))
-        length = workload.longest + workload.gen_len
+        length = length_of(budget, workload)
         if (by_hand := head_losses(budget.rule)) is not None:
             return replace(budget, by_head=by_hand.slots(slots, length))
         losses = self._known.get(budget.rule) if self._is_open(budget, workload) else None
@@ -80,27 +92,38 @@ class HeadSlots:
         model = self.model
         if budget.by_head is not None or option_layers(budget.rule) or model.tokenizer is None or model.is_dummy:
             return False
-        return calibration.LEAST <= min(workload.longest + workload.gen_len, model.spec.positions)
+        slots = sum(budget.slots(workload.longest))
+        fraction = slots / length_of(budget, workload)
+        is_measured = calibration.GRID[0] <= fraction <= calibration.GRID[-1]
+        return slots >= LEAST_SLOTS and is_measured and model.spec.positions >= calibration.LEAST
 
     def _file(self, rule: str) -> Path:
         return cache_folder("heads") / f"{self.model.fingerprint}-{crc32(rule.encode()):08x}.json"
 
-    def _kept(self, rule: str) -> HeadLosses | None:
-        """What was measured before for this model and rule."""
-        path = self._file(rule)
+    def _read(self, rule: str) -> None:
+        """Take what was measured before for this model and rule, if anything."""
         try:
+            path = self._file(rule)
+            if not path.exists():
+                return
             data = read_json("what was measured", path)
-            if (data["format"], data["rule"]) == (FORMAT, rule):
-                return HeadLosses.from_dict(data)
-            log.info("%s is of another version: measured again", path)
-        except (UserError, KeyError, TypeError, ValueError):  # the file is missing, or damaged
-            pass
-        return None
+            if (data["format"], data["rule"]) != (FORMAT, rule):
+                raise ValueError
+            losses = HeadLosses.from_dict(data) if data["losses"] else None  # it took too long
+            heads = [self.model.spec.at(layer).kv_heads for layer in range(self.model.spec.layers)]
+            if losses is not None and [*map(len, losses.losses)] != heads:
+                raise ValueError
+            self._known[rule] = losses
+        except (UserError, KeyError, TypeError, ValueError):
+            log.warning("%s is damaged, or of another version or model: the KV heads are measured again", path)
 
-    def _measured(self, rule: str, most_seconds: float) -> HeadLosses | None:
-        """Measure now, and keep it; None if that is not possible, or takes too long."""
+    def _measured(self, rule: str, most_seconds: float, room: float) -> HeadLosses | None:
+        """Measure now, and keep it; None if that is not possible, or takes too much time or memory."""
         model = self.model
         window = min(WINDOW, model.spec.positions)
+        if calibration.most_bytes(model, WINDOWS * window) > room:
+            log.warning("all KV heads get the same slots: %.1f GiB are too little to measure them", room / GIB)
+            return None
         try:
             check_attention(model.spec, window)
             ids = windows.cut(windows.read(None)[0], model.tokenizer, WINDOWS, window)
@@ -115,7 +138,21 @@ class HeadSlots:
                 "`h2o-flexgen calibrate` measures it in any time",
                 most_seconds,
             )
-            return None
-        losses = replace(losses, model=model.name, rule=rule)
-        keep(self._file(rule), json.dumps({"format": FORMAT, **asdict(losses)}))
+        self._keep(rule, losses)
         return losses
+
+    def _keep(self, rule: str, losses: HeadLosses | None) -> None:
+        found = HeadLosses((), ()) if losses is None else losses
+        data = asdict(replace(found, model=self.model.name, rule=rule))
+        try:
+            keep(self._file(rule), json.dumps({"format": FORMAT, **data}))
+        except UserError as e:
+            log.warning("what was measured of the KV heads is not kept: %s", e)
+
+
+def length_of(budget: KVBudget, workload: Workload) -> int:
+    """Tokens of the texts that slots are shared out for. With a budget in slots they do not depend on the job, so that
+    a prompt's tokens do not depend on its neighbours."""
+    if budget.hh_ratio is None and budget.recent_ratio is None:
+        return TEXT * sum(budget.slots(workload.longest))
+    return workload.longest + workload.gen_len

@@ -57,9 +57,7 @@ def test_turns_are_answered_one_after_the_other(streamed, talker, tmp_path):
     assert f"3 turns, {tokens} tokens" in out
     found = json.loads(report.read_text())
     assert [row["turn"] for row in found["turns"]] == [1, 2, 3] and found["turns"][-1]["tokens"] == tokens
-    by_head = found["kv_budget"].pop("layers")
     assert found["kv_budget"] == {"heavy": 8, "recent": 8, "rule": "smoothed"}
-    assert by_head
 
 
 def test_a_text_is_read_past_the_models_positions(streamed, rolls, tmp_path, monkeypatch):

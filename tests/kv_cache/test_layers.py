@@ -53,6 +53,23 @@ def test_the_head_with_the_steepest_loss_gets_most_slots():
     assert by_head.slots(150, 1000) == ((100, 200), (200, 100))
 
 
+def test_budgets_that_are_the_same_slots_are_one_size():
+    grid = HeadLosses((0.025, 0.05, 0.1, 0.5), (((4.0, 3.0, 2.0, 0.0),), ((9.0, 5.0, 1.0, 0.0),)))
+    assert sum(n for (n,) in grid.slots(6, 30)) <= 12
+
+
+@pytest.mark.parametrize("losses", [[[]], [[], [1, 0]], [1, 0], [[[1, 0], [1]]], {}])
+def test_losses_of_another_form_are_refused(losses):
+    with pytest.raises((KeyError, TypeError, ValueError)):
+        HeadLosses.from_dict({"budgets": [0.1, 0.2], "losses": losses})
+
+
+@pytest.mark.parametrize("by_head", ["abc", (5, 5), ((1.5,),), ((0, 5),), ((True,),), ((),), ([5],), ((None,),)])
+def test_slots_of_heads_are_whole_numbers(by_head):
+    with pytest.raises(UserError, match="slots of each KV head"):
+        KVBudget(hh_size=4, by_head=by_head)
+
+
 @given(
     losses=st.lists(st.lists(st.floats(0, 9), min_size=4, max_size=4), min_size=1, max_size=4),
     mean=st.sampled_from([60, 100, 150, 220, 400]),
@@ -98,9 +115,9 @@ def test_tokens_are_those_of_the_oracle_with_the_slots_of_each_layer(tiny, tmp_p
     model = tiny()
     path = tmp_path / "layers.json"
     layers = model.oracle.layers
-    path.write_text(json.dumps({"budgets": BUDGETS, "losses": [FLAT, STEEP, FLAT, STEEP][:layers]}))
+    path.write_text(json.dumps({"budgets": [0.05, 0.1, 0.3, 0.5], "losses": [FLAT, STEEP, FLAT, STEEP][:layers]}))
     budget = KVBudget.from_size(6, 6, f"{name}:layers={path}")
-    slots = [n for (n,) in HeadLosses.from_file(str(path)).slots(12, 30 + 12)]
+    slots = [n for (n,) in HeadLosses.from_file(str(path)).slots(12, 5 * 12)]
     assert len({*slots}) > 1
     recents = tuple(round(n * 6 / 12) for n in slots)
     each = (tuple(n - recent for n, recent in zip(slots, recents)), recents)
