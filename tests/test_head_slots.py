@@ -112,6 +112,15 @@ def test_measuring_that_takes_too_long_is_given_up_once(talker, monkeypatch, cap
     assert measured == ["h2o"]
 
 
+def test_a_home_that_cannot_be_used_keeps_nothing(talker, tmp_path, monkeypatch, caplog, measured):
+    home = tmp_path / "shared"
+    (home / "heads").mkdir(parents=True)
+    (home / "heads").chmod(0o777)
+    monkeypatch.setenv("H2O_FLEXGEN_HOME", str(home))
+    assert generated(talker, BUDGET)[1] is not None
+    assert measured == ["h2o"] and "is not kept" in caplog.text
+
+
 def test_measuring_needs_memory(talker, monkeypatch, caplog, measured):
     monkeypatch.setattr(calibration, "most_bytes", lambda model, rows: 1 << 60)
     assert generated(talker, BUDGET)[1] is None

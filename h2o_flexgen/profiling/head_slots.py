@@ -104,8 +104,11 @@ class HeadSlots:
         """Take what was measured before for this model and rule, if anything."""
         try:
             path = self._file(rule)
-            if not path.exists():
-                return
+        except UserError:  # other users may write there
+            return
+        if not path.exists():
+            return
+        try:
             data = read_json("what was measured", path)
             if (data["format"], data["rule"]) != (FORMAT, rule):
                 raise ValueError
