@@ -38,8 +38,8 @@ from h2o_flexgen.machine.device import open_device
 from h2o_flexgen.planning.execution_plan import ExecutionPlan
 from h2o_flexgen.planning.memory import Resources
 from h2o_flexgen.planning.workload import WINDOW_BLOCKS, Workload
-from h2o_flexgen.policy import KVBudget, Policy
-from h2o_flexgen.profiling.head_slots import TEXT, HeadSlots
+from h2o_flexgen.policy import TEXT, KVBudget, Policy
+from h2o_flexgen.profiling.head_slots import HeadSlots
 from h2o_flexgen.session import Session, choose
 
 #: tokens of a stream that are read at once

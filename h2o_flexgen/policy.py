@@ -25,6 +25,8 @@ MARGIN = 0.95
 DEFAULT_RULE = "smoothed"
 #: the same in files, which used to name none while this was the only rule
 FIRST_RULE = "h2o"
+#: a budget in slots is taken to be for texts so many times as long
+TEXT = 5
 
 
 def gib(nbytes: float) -> str:
@@ -113,6 +115,13 @@ class KVBudget:
         layers = [list(each) if len(set(each)) > 1 else each[0] for each in self.by_head or ()]
         by_head = {"layers": layers} if layers else {}
         return {"heavy": heavy, "recent": recent, "rule": self.rule} | rolling | by_head
+
+    def text_len(self, longest_prompt: int, gen_len: int) -> int:
+        """Tokens of the texts that slots are shared out for among KV heads. With a budget in slots they do not depend
+        on the job, so that a prompt's tokens do not depend on its neighbours."""
+        if self.hh_ratio is None and self.recent_ratio is None:
+            return TEXT * sum(self.slots(longest_prompt))
+        return longest_prompt + gen_len
 
     def slots(self, longest_prompt: int) -> tuple[int, int]:
         """(heavy, recent) for a job whose longest prompt has `longest_prompt` tokens. Raises UserError if both are

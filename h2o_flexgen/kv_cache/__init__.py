@@ -108,7 +108,7 @@ def rule_for(budget: KVBudget | None, prompt_len: int, gen_len: int, spec: Model
     if budget.position_rolling and rule.growth != "fixed":
         raise UserError(f"`position_rolling`: the `kv_rule` {budget.rule} keeps every generated token")
     rule = _with_attention(rule, spec, prompt_len + gen_len - 1, budget.position_rolling)
-    rule = replace(rule, by_head=_by_head(budget, rule, prompt_len + gen_len, spec))
+    rule = replace(rule, by_head=_by_head(budget, rule, budget.text_len(prompt_len, gen_len), spec))
     try:
         rules = [rule.in_layer(layer) for layer in range(spec.layers)]
     except UserError as e:

@@ -28,8 +28,6 @@ WINDOWS = 2
 WINDOW = 1024
 #: fewer slots than this are the same in all heads
 LEAST_SLOTS = 24
-#: a budget in slots is taken to be for texts so many times as long
-TEXT = 5
 #: measuring may take this long, or this fraction of the job
 MOST_SECONDS = 60
 MOST_OF_JOB = 0.02
@@ -74,7 +72,7 @@ class HeadSlots:
             return budget
         alike = replace(budget, by_head=())
         slots = sum(budget.slots(workload.longest))
-        length = length_of(budget, workload)
+        length = budget.text_len(workload.longest, workload.gen_len)
         if (by_hand := head_losses(budget.rule)) is not None:
             return replace(budget, by_head=by_hand.slots(slots, length))
         losses = self._known.get(budget.rule) if self._is_open(budget, workload) else None
@@ -93,7 +91,7 @@ class HeadSlots:
         if budget.by_head is not None or option_layers(budget.rule) or model.tokenizer is None or model.is_dummy:
             return False
         slots = sum(budget.slots(workload.longest))
-        fraction = slots / length_of(budget, workload)
+        fraction = slots / budget.text_len(workload.longest, workload.gen_len)
         is_measured = calibration.GRID[0] <= fraction <= calibration.GRID[-1]
         return slots >= LEAST_SLOTS and is_measured and model.spec.positions >= calibration.LEAST
 
@@ -151,11 +149,3 @@ class HeadSlots:
             keep(self._file(rule), json.dumps({"format": FORMAT, **data}))
         except UserError as e:
             log.warning("what was measured of the KV heads is not kept: %s", e)
-
-
-def length_of(budget: KVBudget, workload: Workload) -> int:
-    """Tokens of the texts that slots are shared out for. With a budget in slots they do not depend on the job, so that
-    a prompt's tokens do not depend on its neighbours."""
-    if budget.hh_ratio is None and budget.recent_ratio is None:
-        return TEXT * sum(budget.slots(workload.longest))
-    return workload.longest + workload.gen_len

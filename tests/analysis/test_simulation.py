@@ -73,7 +73,7 @@ def test_masks_give_what_dropping_gives(tiny, dropping, name, rule):
 
 
 def test_masks_know_the_slots_of_each_layer(tiny, dropping, tmp_path):
-    losses = {"budgets": [0.05, 0.1, 0.2, 0.5], "losses": [[0.1, 0.05, 0.02, 0], [8, 4, 1, 0]]}
+    losses = {"budgets": [0.05, 0.1, 0.3, 0.5], "losses": [[0.1, 0.05, 0.02, 0], [8, 4, 1, 0]]}
     (tmp_path / "layers.json").write_text(json.dumps(losses))
     texts = tiny("llama").prompts([LENGTH] * 2)
     rule = f"smoothed:layers={tmp_path / 'layers.json'}"

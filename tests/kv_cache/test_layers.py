@@ -130,12 +130,10 @@ def test_tokens_are_those_of_the_oracle_with_the_slots_of_each_layer(tiny, tmp_p
     assert [o.outputs[0].token_ids for o in found] == [trace.tokens for trace in expected]
 
 
-def test_with_rolling_positions_the_largest_layer_leaves_room(tmp_path):
-    path = tmp_path / "layers.json"
-    path.write_text(json.dumps({"budgets": BUDGETS, "losses": [FLAT, STEEP]}))
+def test_with_rolling_positions_the_largest_layer_leaves_room():
     sizes = dict(layers=2, hidden=8, inner=8, vocab=8, heads=1, kv_heads=1, head_dim=8, positions=64, activation="silu")
     spec = ModelSpec("llama", **sizes, rope=Rope("default", 1e4, 8, 64))
-    budget = KVBudget(hh_size=24, recent_size=24, rule=f"h2o:layers={path}", position_rolling=True)
+    budget = KVBudget(hh_size=24, recent_size=24, rule="h2o", position_rolling=True, by_head=((16,), (80,)))
     with pytest.raises(UserError, match="slots leave no room"):
         rule_for(budget, 100, 60, spec)
 
