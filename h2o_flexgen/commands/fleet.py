@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import copy
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -137,4 +137,4 @@ def fleet_of(args: argparse.Namespace, plan: Plan) -> Fleet:
     per_hour = sum(share.count * price for share, price in zip(shares, prices))
     cost = per_hour * found.seconds / 3600
     tokens = rows * (args.expect_len or args.gen_len)
-    return Fleet(shares, rows, together, found.seconds, cost, cost / tokens * MILLION)
+    return replace(found, cost=cost, cost_per_million=cost / tokens * MILLION)

@@ -10,12 +10,13 @@ All groups follow the same rule. Shapes: as in `rule`.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache as remember
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -117,8 +118,8 @@ class HeadGroups(CacheRule):
         contexts = []
         texts = []
         for (heads, rule), before in zip(self.groups, past.parts):
-            of_group = of_heads(q, k, v, heads=heads, sinks=sinks)
-            context, text = rule.read(*of_group[:3], rows, before, form, of_group[3])
+            own = Inputs(q, k, v, sinks).of_heads(heads)
+            context, text = rule.read(own.q, own.k, own.v, rows, before, form, own.sinks)
             contexts.append(by_query_group(context, len(heads)))
             texts.append(text)
         return joined(contexts, self.heads).view(q.shape), HeadTexts(tuple(texts))
@@ -140,8 +141,8 @@ class HeadGroups(CacheRule):
         contexts = []
         slots = []
         for (heads, rule), part in zip(self.groups, cache.parts):
-            of_group = of_heads(q, k, v, heads=heads, sinks=sinks)
-            context, taken = rule.decode(part, *of_group[:3], rows, of_group[3])
+            own = Inputs(q, k, v, sinks).of_heads(heads)
+            context, taken = rule.decode(part, own.q, own.k, own.v, rows, own.sinks)
             contexts.append(by_query_group(context, len(heads)))
             slots.append(taken)
         return joined(contexts, self.heads).view(q.shape), joined(slots, self.heads)
@@ -269,18 +270,27 @@ class HeadLayout:
 
 def alike(sizes: Sequence[int]) -> dict[int, Heads]:
     """{slots: the heads that have as many}, the fewest first."""
-    return {n: tuple(head for head, slots in enumerate(sizes) if slots == n) for n in sorted(set(sizes))}
+    found: dict[int, Heads] = defaultdict(tuple)
+    for head, slots in enumerate(sizes):
+        found[slots] += (head,)
+    return dict(sorted(found.items()))
 
 
-def of_heads(
-    q: Tensor, k: Tensor, v: Tensor, *, heads: Heads, sinks: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """The part of q (B, H, T, D), k and v (B, KV, T, D), and sinks (H,) that belongs to some KV heads."""
-    at = index(heads, k.device)
-    KV = k.shape[1]
-    queries = by_query_group(q, KV)[:, at].flatten(1, 2)
-    own = None if sinks is None else sinks.view(KV, -1)[at].flatten()
-    return queries, k[:, at], v[:, at], own
+class Inputs(NamedTuple):
+    """What attention reads: q (B, H, T, D), k and v (B, KV, T, D), sinks (H,) or None."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    sinks: Tensor | None
+
+    def of_heads(self, heads: Heads) -> Inputs:
+        """The part that belongs to some KV heads."""
+        at = index(heads, self.k.device)
+        KV = self.k.shape[1]
+        queries = by_query_group(self.q, KV)[:, at].flatten(1, 2)
+        sinks = None if self.sinks is None else self.sinks.view(KV, -1)[at].flatten()
+        return Inputs(queries, self.k[:, at], self.v[:, at], sinks)
 
 
 def by_query_group(q: Tensor, kv_heads: int) -> Tensor:

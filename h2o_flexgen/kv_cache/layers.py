@@ -68,9 +68,13 @@ class HeadLosses:
                 "choose a budget in that range, or `layers=none`"
             )
         sizes = [max(1, int(part * length)) for part in self.budgets]
+
+        def is_possible(choice: tuple[int, ...]) -> bool:
+            chosen = [sizes[n] for n in choice]
+            return chosen[0] <= mean and len({*chosen}) == len(chosen)
+
         choices = chain.from_iterable(combinations(range(len(sizes)), count) for count in range(1, SIZES + 1))
-        possible = [c for c in choices if sizes[c[0]] <= mean and len({sizes[n] for n in c}) == len(c)]
-        allocations = (self._allocated(choice, sizes, mean) for choice in possible)
+        allocations = (self._allocated(choice, sizes, mean) for choice in filter(is_possible, choices))
         best = min(allocations, key=lambda each: (each.loss, -sum(each.slots)))
         chosen = iter(best.slots)
         return tuple(tuple(islice(chosen, len(layer))) for layer in self.losses)

@@ -66,16 +66,18 @@ class HeadSlots:
         Raises:
             UserError: a file of losses that cannot be used.
         """
-        if not self.are_known(budget, workload):
-            self._known[budget.rule] = self._measured(budget.rule, max(MOST_SECONDS, MOST_OF_JOB * job_seconds), room)
         if budget.by_head is not None:
             return budget
-        alike = replace(budget, by_head=())
         slots = sum(budget.slots(workload.longest))
         length = budget.text_len(workload.longest, workload.gen_len)
         if (by_hand := head_losses(budget.rule)) is not None:
             return replace(budget, by_head=by_hand.slots(slots, length))
-        losses = self._known.get(budget.rule) if self._is_open(budget, workload) else None
+        alike = replace(budget, by_head=())
+        if not self._is_open(budget, workload):
+            return alike
+        if not self.are_known(budget, workload):
+            self._known[budget.rule] = self._measured(budget.rule, max(MOST_SECONDS, MOST_OF_JOB * job_seconds), room)
+        losses = self._known[budget.rule]
         if losses is None or not losses.measures(slots, length):
             return alike
         shared = replace(budget, by_head=losses.slots(slots, length))

@@ -163,11 +163,6 @@ class LayerModel:
         for number in self._units[layer]:
             self._weights.release(number)
 
-    def log_softmax(self, hidden: Tensor) -> Tensor:
-        """Log-probabilities (N, vocabulary) fp32 of what follows the states `hidden` (N, E)."""
-        w = self._weights.get(self._head)
-        return self._family.logits(self.spec, w, hidden).float().log_softmax(-1)
-
     @torch.inference_mode()
     def logprobs(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """Log-probabilities (B, T) fp32 of the tokens `targets` (B, T) that follow the states `hidden` (B, T, E)."""
