@@ -82,6 +82,10 @@ class H2O:
         for j, p in row.items():
             self.score[j] = self.score.get(j, 0) + p
 
+    def end_prompt(self, tokens: list[int], count: int) -> None:
+        """A prompt has ended, or a chunk of one: `tokens` in order, which the last `count` queries have seen."""
+        self.prompt = tokens[-1] + 1
+
     # what it decides
 
     def rank(self, j: int, now: int) -> float:
@@ -95,7 +99,7 @@ class H2O:
     def keep(self, n: int) -> tuple[set[int], float]:
         """Positions that stay of a prompt of n tokens, and the smallest gap between a kept and a dropped rank, which
         rounding errors must not exceed. Of equal ranks the earlier stays."""
-        self.prompt = n
+        self.end_prompt(list(range(n)), n)
         tokens = self.visible(range(n), n - 1)
         if len(tokens) <= self.slots:
             return tokens, float("inf")
@@ -292,6 +296,36 @@ class SnapKV(H2O):
         return min((abs(worst - rank) for rank in ranks if room and rank != worst), default=float("inf"))
 
 
+class Voted(Mean):
+    """Attention per query, of the last `window` queries of the prompt and of those that follow. What the former gave to
+    a token is the mean over its `pool` neighbours, of which those outside the prompt got nothing."""
+
+    def __init__(self, *args, window: int = 8, pool: int = 15, **options):
+        super().__init__(*args, **options)
+        self.voters = window
+        self.reach = pool // 2
+        self.rows: list[dict[int, float]] = []
+
+    def see_query(self, i, row):
+        self.rows.append(row)
+        super().see_query(i, row)
+
+    def end_prompt(self, tokens, count):
+        super().end_prompt(tokens, count)
+        rows = self.rows[-min(count, self.voters) :]
+        votes = [sum(row.get(j, 0) for row in rows) for j in tokens]
+        for n, j in enumerate(tokens):
+            near = votes[max(0, n - self.reach) : n + self.reach + 1]
+            self.score[j] = sum(near) / (2 * self.reach + 1)
+
+    def rank(self, j, now):
+        return self.score[j] / (now + 1 - max(j, self.prompt - self.voters))
+
+    def gap(self, ranks, room):
+        # as for SnapKV; a vote is a small part of a rank
+        return SnapKV.gap(self, ranks, room) * (2 * self.reach + 1)
+
+
 class Random(H2O):
     """A hash of position and head."""
 
@@ -306,6 +340,7 @@ RULES = {
     "smoothed": Smoothed,
     "h2o": H2O,
     "mean": Mean,
+    "voted": Voted,
     "decayed": Decayed,
     "vatp": ValueAware,
     "heavy": HeavyOnly,
@@ -318,6 +353,8 @@ RULES = {
     "fixed_h2o": FixedH2O,
     "random": Random,
 }
+#: options with which rounding decides nothing in a short prompt
+IN_SHORT = {"voted": ":window=4:pool=3"}
 
 
 def make_rule(text: str, heavy: int, recent: int, head: int = 0) -> H2O:

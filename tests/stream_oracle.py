@@ -112,13 +112,13 @@ class StreamOracle:
             rule.see_token(j, key, value)
         for i, row in zip(new, p.sum(0).tolist()):
             rule.see_query(i, {j: received for j, received in zip(seen, row) if j <= i})
+        if self.is_prompt:
+            rule.end_prompt(seen, n)
         self.kept[layer, h] = self._staying(rule, seen)
         return torch.einsum("gij,jd->igd", p, v)
 
     def _staying(self, rule, seen: list[int]) -> set[int]:
         now = seen[-1]
-        if self.is_prompt:
-            rule.prompt = now + 1
         seen = sorted(rule.visible(seen, now))
         if len(seen) <= rule.slots:
             return set(seen)

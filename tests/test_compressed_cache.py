@@ -9,6 +9,7 @@ import pytest
 import zoo
 from command_tools import FP32, write_prompts
 from machines import laptop, planner_of
+from oracle import IN_SHORT
 
 from h2o_flexgen import LLM, KVBudget, Losses, Policy, SamplingParams, UserError
 from h2o_flexgen.commands.main import main
@@ -87,7 +88,7 @@ def test_the_tokens_do_not_depend_on_the_placement(model, n, place):
 @pytest.mark.parametrize("n, rule", [*enumerate(RULES)])
 def test_every_rule_gives_the_tokens_of_the_oracle(model, n, rule):
     kind = KINDS[n % 2]
-    tiny, budget = model(), (*SLOTS, f"{rule}:first=0", kind)
+    tiny, budget = model(), (*SLOTS, rule + IN_SHORT.get(rule, ":first=0"), kind)
     prompts = tiny.clear_cut_prompts(LENGTHS, MAX_TOKENS, [budget])
     expected = [t.tokens for t in tiny.references(prompts, MAX_TOKENS, *budget)]
     with opened(tiny, kind, KVBudget.from_size(*budget[:3]), **PLACES["mixed"]) as llm:

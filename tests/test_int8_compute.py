@@ -11,6 +11,7 @@ import torch
 import zoo
 from int8_oracle import multiplying, patch
 from machines import kernels
+from oracle import IN_SHORT
 from test_compressed_weights import PLACES, models  # noqa: F401  a fixture
 
 from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams
@@ -104,7 +105,7 @@ def test_with_a_cache_in_fewer_bits_every_rule_gives_the_scores_of_the_oracle(mo
     tiny, rounded = models("llama", kind)
     oracle = multiplying(rounded.oracle, LIMIT, operands.MAX_OUTLIERS, rounds=kind != "blocks")
     cache, place = ("int8", "int4")[n % 2], [*PLACES.values()][n % len(PLACES)]
-    budget = (3, 2, f"{rule}:first=0")
+    budget = (3, 2, rule + IN_SHORT.get(rule, ":first=0"))
     # no eviction and no code of the cache is so close a call that one element of a matmul could decide it
     texts = (tiny.prompts([9], seed)[0] for seed in range(100))
     traces = ((text, oracle.generate(text, 6, *budget, cache)) for text in texts)

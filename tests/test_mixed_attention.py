@@ -5,6 +5,7 @@ from __future__ import annotations
 import mixed_model
 import pytest
 import torch
+from oracle import IN_SHORT
 from stream_oracle import StreamOracle
 
 from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams
@@ -59,7 +60,8 @@ def test_tokens_are_those_of_the_oracle(model, run, policy):
 
 @pytest.mark.parametrize("n, name", [*enumerate(RULES)])
 def test_every_rule(model, run, n, name):
-    rule = name + {"snapkv": ":window=2", "vatp": ":first=1", "sinks": ":first=1"}.get(name, "")
+    options = {"snapkv": ":window=2", "vatp": ":first=1", "sinks": ":first=1", **IN_SHORT}
+    rule = name + options.get(name, "")
     budget = (4, 4, rule)
     prompts = model.clear_cut_prompts(LENGTHS[:4], MOST, [budget])
     outputs = run(model, prompts, MOST, KVBudget.from_size(*budget), **[*POLICIES.values()][n % len(POLICIES)])

@@ -9,6 +9,7 @@ import zoo
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from machines import policies
+from oracle import IN_SHORT
 
 from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams
 from h2o_flexgen.engine import prefixes
@@ -154,7 +155,7 @@ def test_rope_by_length_shares_only_prefixes_that_are_rotated_alike(tiny, name):
 
 
 #: options of each rule; `snapkv` shares the tokens before its window
-OWN = {"snapkv": ":window=4:pool=3", "vatp": ":first=1", "sinks": ":first=1"}
+OWN = {"snapkv": ":window=4:pool=3", "vatp": ":first=1", "sinks": ":first=1", **IN_SHORT}
 
 
 @pytest.mark.parametrize("n, rule", [*enumerate(RULES)], ids=RULES)

@@ -101,7 +101,12 @@ def test_chunks_of_any_size(tiny, chunk, name):
 def rules() -> list[str]:
     """Every rule that a session accepts, with options that matter with few slots."""
     found = {name: name for name, rule in RULES.items() if rule.growth == "fixed"}
-    found |= {"vatp": "vatp:first=2", "decayed": "decayed:decay=0.8", "sinks": "sinks:first=2"}
+    found |= {
+        "vatp": "vatp:first=2",
+        "decayed": "decayed:decay=0.8",
+        "sinks": "sinks:first=2",
+        "voted": "voted:window=4:pool=3",
+    }
     return [*found.values(), "h2o:first=1:last=3"]
 
 

@@ -37,6 +37,7 @@ class MaskedCache:
         weights = torch.ones(B, T) if weights is None else weights
         score = (weights[:, None, None] @ p.sum(2))[:, :, 0]
         position = torch.arange(T, dtype=torch.int32).expand(score.shape)
+        score = self.rule.prompt_scores(score, position)
         new = {"score": score, "position": position, **self.rule.remember(k, v)}
         self.k = self._with_room(k)
         self.v = self._with_room(v)

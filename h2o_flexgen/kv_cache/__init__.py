@@ -25,6 +25,7 @@ from h2o_flexgen.kv_cache.sparse_transformer import (
     StridedHeavyHitterCache,
 )
 from h2o_flexgen.kv_cache.value_norm import ValueNormCache
+from h2o_flexgen.kv_cache.voted import VotedCache
 from h2o_flexgen.models.spec import ModelSpec
 from h2o_flexgen.policy import KVBudget
 
@@ -36,6 +37,7 @@ _BUDGET_RULES = (
     HeavyHitterCache,
     SmoothedCache,
     MeanAttentionCache,
+    VotedCache,
     DecayedCache,
     ValueNormCache,
     HeavyOnlyCache,

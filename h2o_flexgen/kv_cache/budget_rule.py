@@ -163,6 +163,11 @@ class BudgetRule(CacheRule):
         must do so `count` times."""
         return self.step_scores(score, received)
 
+    def prompt_scores(self, score: Tensor, position: Tensor) -> Tensor:
+        """(B, KV, N): the scores of all tokens of a prompt, from the weighted attention (B, KV, N) that they received;
+        position (B, KV, N), -1 for padding, else ascending."""
+        return score
+
     # the prompt
 
     def read(
@@ -233,8 +238,10 @@ class BudgetRule(CacheRule):
         return rotate_to(self.rope, q, rank[..., past_end:], end), rotate_to(self.rope, k, rank, end)
 
     def keep(self, cache: KVTensors, text: Text) -> None:
-        newest = text.metadata["position"][:, :1].amax(2, keepdim=True)
-        tokens = Tokens(text.metadata, newest, newest + 1)
+        position = text.metadata["position"]
+        newest = position[:, :1].amax(2, keepdim=True)
+        scores = {"score": self.prompt_scores(text.metadata["score"], position)}
+        tokens = Tokens(text.metadata | scores, newest, newest + 1)
         k, v = text.stored
         kept = min(self.slots, k.shape[2])
         best = self.chosen(tokens, kept)

@@ -109,6 +109,7 @@ class Probe:
         weights = self.rules[0].weights_of(position.expand(len(k), -1), n[:, 0] - 1)  # the same for any number of slots
         _, score = causal_attention_with_scores(q, k, v, weights)
         position = position.expand(score.shape)
+        score = self.rules[0].prompt_scores(score, position)
         found = []
         for rule in self.rules:
             tokens = Tokens({"score": score, "position": position, **rule.remember(k, v)}, n - 1, n)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from oracle import H2O, quantised, within
+from oracle import H2O, IN_SHORT, quantised, within
 from oracle import make_rule as oracle_rule
 from torch import Tensor
 
@@ -135,6 +135,7 @@ OPTIONS = {
         st.sampled_from([1, 3, 7]),
         st.sampled_from(["max", "avg"]),
     ),
+    "voted": st.builds(":window={}:pool={}".format, st.sampled_from([1, 2, 16]), st.sampled_from([1, 3, 7])),
 }
 
 
@@ -349,7 +350,7 @@ def test_prompts_after_a_shared_prefix_keep_what_they_keep_alone(name, rolling, 
     shared = sum(cuts)
     rule = FullCache()
     if name != "full":
-        text = name + {"snapkv": ":window=2", "vatp": ":first=1", "sinks": ":first=1"}.get(name, "")
+        text = name + {"snapkv": ":window=2", "vatp": ":first=1", "sinks": ":first=1", **IN_SHORT}.get(name, "")
         rule = replace(make_rule(text, 3, 4), groups=group)
     if rolling:
         rule = replace(rule, rope=Rope("default", 1e4, D, 64))

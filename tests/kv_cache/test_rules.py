@@ -50,7 +50,7 @@ def assert_tokens_of_the_oracle(run, model: zoo.Tiny, rule: str, placement: str)
 @pytest.mark.parametrize("rule", RULES)
 def test_tokens_are_those_of_the_oracle(tiny, run, monkeypatch, rule, name, placement, options):
     monkeypatch.setattr(full_cache, "SEGMENT", 4)  # a cache that grows is compacted several times
-    assert_tokens_of_the_oracle(run, tiny(name), f"{rule}:{options}", placement)
+    assert_tokens_of_the_oracle(run, tiny(name), rule + oracle.IN_SHORT.get(rule, "") + f":{options}", placement)
 
 
 @pytest.mark.parametrize("rule", ["decayed:decay=0.7", "snapkv:window=4:pool=3:pooling=avg"])
