@@ -22,7 +22,9 @@ MIB = 1 << 20
 #: fraction of a tier's memory that a plan may use
 MARGIN = 0.95
 #: the cache rule of a KV budget that names none
-DEFAULT_RULE = "smoothed"
+DEFAULT_RULE = "voted"
+#: that of `h2o-flexgen stream`, whose questions may stand anywhere
+STREAM_RULE = "smoothed"
 #: the same in files, which used to name none while this was the only rule
 FIRST_RULE = "h2o"
 #: a budget in slots is taken to be for texts so many times as long

@@ -92,10 +92,12 @@ def demo_home(tmp_path_factory):
 @pytest.fixture
 def run():
     """run(tiny, prompts, max_tokens, ...) -> the outputs of a fresh LLM in fp32, one CompletionOutput a prompt."""
-    from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams
+    from zoo import sized
+
+    from h2o_flexgen import LLM, Policy, SamplingParams
 
     def generate(model, prompts, max_tokens, budget=None, *, ignore_eos=True, sampling=None, **policy):
-        kv_budget = KVBudget.from_size(*budget) if isinstance(budget, tuple) else budget
+        kv_budget = sized(*budget) if isinstance(budget, tuple) else budget
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos, **(sampling or {}))
         with LLM(str(model.folder), Policy(**policy), kv_budget, device="cpu", dtype="float32", progress=False) as llm:
             outputs = llm.generate(prompts, params)

@@ -298,7 +298,7 @@ class SnapKV(H2O):
 
 class Voted(Mean):
     """Attention per query, of the last `window` queries of the prompt and of those that follow. What the former gave to
-    a token is the mean over its `pool` neighbours, of which those outside the prompt got nothing."""
+    a token is the most that any of its `pool` neighbours got."""
 
     def __init__(self, *args, window: int = 8, pool: int = 15, **options):
         super().__init__(*args, **options)
@@ -315,15 +315,12 @@ class Voted(Mean):
         rows = self.rows[-min(count, self.voters) :]
         votes = [sum(row.get(j, 0) for row in rows) for j in tokens]
         for n, j in enumerate(tokens):
-            near = votes[max(0, n - self.reach) : n + self.reach + 1]
-            self.score[j] = sum(near) / (2 * self.reach + 1)
+            self.score[j] = max(votes[max(0, n - self.reach) : n + self.reach + 1])
 
     def rank(self, j, now):
         return self.score[j] / (now + 1 - max(j, self.prompt - self.voters))
 
-    def gap(self, ranks, room):
-        # as for SnapKV; a vote is a small part of a rank
-        return SnapKV.gap(self, ranks, room) * (2 * self.reach + 1)
+    gap = SnapKV.gap
 
 
 class Random(H2O):

@@ -70,7 +70,7 @@ def test_every_family_gives_the_tokens_of_the_oracle(model, n, name):
         budget = (*slots, "h2o", kind)
         prompts = tiny.clear_cut_prompts(LENGTHS, MAX_TOKENS, [budget])
         expected = [t.tokens for t in tiny.references(prompts, MAX_TOKENS, *budget)]
-        with opened(tiny, kind, slots[0] and KVBudget.from_size(*SLOTS, "h2o"), **PLACES[place]) as llm:
+        with opened(tiny, kind, slots[0] and zoo.sized(*SLOTS, "h2o"), **PLACES[place]) as llm:
             assert tokens(llm, prompts) == expected
 
 
@@ -81,7 +81,7 @@ def test_the_tokens_do_not_depend_on_the_placement(model, n, place):
         budget = (*slots, "smoothed", kind)
         prompts = tiny.clear_cut_prompts(LENGTHS, MAX_TOKENS, [budget])
         expected = [t.tokens for t in tiny.references(prompts, MAX_TOKENS, *budget)]
-        with opened(tiny, kind, slots[0] and KVBudget.from_size(*SLOTS, "smoothed"), **PLACES[place]) as llm:
+        with opened(tiny, kind, slots[0] and zoo.sized(*SLOTS), **PLACES[place]) as llm:
             assert tokens(llm, prompts) == expected
 
 
@@ -91,7 +91,7 @@ def test_every_rule_gives_the_tokens_of_the_oracle(model, n, rule):
     tiny, budget = model(), (*SLOTS, rule + IN_SHORT.get(rule, ":first=0"), kind)
     prompts = tiny.clear_cut_prompts(LENGTHS, MAX_TOKENS, [budget])
     expected = [t.tokens for t in tiny.references(prompts, MAX_TOKENS, *budget)]
-    with opened(tiny, kind, KVBudget.from_size(*budget[:3]), **PLACES["mixed"]) as llm:
+    with opened(tiny, kind, zoo.sized(*budget[:3]), **PLACES["mixed"]) as llm:
         assert tokens(llm, prompts) == expected
 
 
@@ -124,7 +124,7 @@ def test_without_the_compiled_loops_the_tokens_are_the_same(model, monkeypatch):
     prompts = model().clear_cut_prompts(LENGTHS, MAX_TOKENS, [budget])
     expected = [t.tokens for t in model().references(prompts, MAX_TOKENS, *budget)]
     monkeypatch.setattr(threads, "compiled", lambda: None)
-    with opened(model(), "int4", KVBudget.from_size(*SLOTS, "h2o"), **PLACES["mixed"]) as llm:
+    with opened(model(), "int4", zoo.sized(*SLOTS, "h2o"), **PLACES["mixed"]) as llm:
         assert tokens(llm, prompts) == expected
 
 

@@ -13,7 +13,7 @@ from gguf_tools import apart
 from int8_oracle import in_blocks
 from safetensors.torch import load_file, save_file
 
-from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams
+from h2o_flexgen import LLM, Policy, SamplingParams
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.formats import Int4, Int8, Quantised
 from h2o_flexgen.formats.forms import names_of
@@ -82,7 +82,7 @@ def models(tmp_path_factory):
 def generate(
     folder, prompts, kind=None, budget=None, dtype="float32", max_tokens=8, cache=None, **policy
 ) -> list[list[int]]:
-    params, budget = SamplingParams(max_tokens=max_tokens, ignore_eos=True), budget and KVBudget.from_size(*budget)
+    params, budget = SamplingParams(max_tokens=max_tokens, ignore_eos=True), budget and zoo.sized(*budget)
     options = dict(device="cpu", dtype=dtype, compress_weight=kind, compress_cache=cache, progress=False)
     with LLM(str(folder), Policy(**policy), budget, **options) as llm:
         return [o.outputs[0].token_ids for o in llm.generate(prompts, params)]

@@ -9,9 +9,10 @@ from pathlib import Path
 import gguf
 import pytest
 import torch
+import zoo
 from oracle import LlamaOracle
 
-from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams
+from h2o_flexgen import LLM, Policy, SamplingParams
 from h2o_flexgen.models import source
 
 LAYERS = 3
@@ -73,7 +74,7 @@ def test_the_tokens_are_those_of_transformers_on_all_tiers(first_layers, hf, pol
 
 def test_with_h2o_they_are_those_of_the_oracle(first_layers, hf):
     """Every layer and head evicts."""
-    (output,) = generate(first_layers, PROMPTS[-1:], 8, KVBudget.from_size(8, 8))
+    (output,) = generate(first_layers, PROMPTS[-1:], 8, zoo.sized(8, 8))
     trace = LlamaOracle(hf).generate(PROMPTS[-1], 8, 8, 8)
     assert min(map(min, trace.evicted)) > 0
     assert trace.tokens == output

@@ -110,7 +110,7 @@ def test_with_a_cache_in_fewer_bits_every_rule_gives_the_scores_of_the_oracle(mo
     texts = (tiny.prompts([9], seed)[0] for seed in range(100))
     traces = ((text, oracle.generate(text, 6, *budget, cache)) for text in texts)
     text, trace = next((text, trace) for text, trace in traces if trace.slack > 1e-3 and trace.rounding > 1)
-    options = dict(budget=KVBudget.from_size(*budget), prompt_len=len(text), cache=cache, percent=place)
+    options = dict(budget=zoo.sized(*budget), prompt_len=len(text), cache=cache, percent=place)
     (found,) = score(tiny.folder, [text + trace.tokens], compressed(kind), **options)
     assert found == pytest.approx(trace.logprobs, abs=BOUND_CACHED)
 

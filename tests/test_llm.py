@@ -89,7 +89,7 @@ def test_the_budget_of_a_ratio_comes_from_the_longest_prompt_of_the_job(tiny, ru
     """Not of the batch: here every sequence is a batch."""
     model = tiny()
     prompts = model.clear_cut_prompts([21, 17, 9, 5], 16, [(4, 6)])
-    outputs = run(model, prompts, 16, KVBudget.from_ratio(0.2, 0.3), gpu_batch_size=1)
+    outputs = run(model, prompts, 16, KVBudget.from_ratio(0.2, 0.3, zoo.RULE), gpu_batch_size=1)
     assert [o.token_ids for o in outputs] == [r.tokens for r in model.references(prompts, 16, 4, 6)]
 
 

@@ -183,7 +183,7 @@ def make(model):
 @pytest.fixture
 def small(make):
     """A model with a KV budget, and windows short enough for the oracle."""
-    return make(hh_size=HEAVY, recent_size=RECENT, max_length=48)
+    return make(kv_rule=zoo.RULE, hh_size=HEAVY, recent_size=RECENT, max_length=48)
 
 
 def requests(*args) -> list[SimpleNamespace]:

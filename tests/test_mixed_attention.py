@@ -7,6 +7,7 @@ import pytest
 import torch
 from oracle import IN_SHORT
 from stream_oracle import StreamOracle
+from zoo import sized
 
 from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams
 from h2o_flexgen.engine import prefixes
@@ -51,7 +52,7 @@ def test_tokens_are_those_of_the_oracle(model, run, policy):
     (begin,) = model.prompts([11], seed=7)
     prompts += model.clear_cut_prompts([6, 9, 3, 2], MOST, BUDGETS, tuple(begin))
     for budget in BUDGETS:
-        given = None if budget[0] is None else KVBudget.from_size(*budget)
+        given = None if budget[0] is None else sized(*budget)
         outputs = run(model, prompts, MOST, given, **POLICIES[policy])
         for output, reference in zip(outputs, model.references(prompts, MOST, *budget), strict=True):
             assert output.token_ids == reference.tokens
@@ -64,7 +65,7 @@ def test_every_rule(model, run, n, name):
     rule = name + options.get(name, "")
     budget = (4, 4, rule)
     prompts = model.clear_cut_prompts(LENGTHS[:4], MOST, [budget])
-    outputs = run(model, prompts, MOST, KVBudget.from_size(*budget), **[*POLICIES.values()][n % len(POLICIES)])
+    outputs = run(model, prompts, MOST, sized(*budget), **[*POLICIES.values()][n % len(POLICIES)])
     assert [o.token_ids for o in outputs] == [r.tokens for r in model.references(prompts, MOST, *budget)]
 
 
@@ -73,7 +74,7 @@ def test_every_rule(model, run, n, name):
 def test_caches_in_fewer_bits(model, compressed, budget):
     given = (*budget, compressed)
     prompts = model.clear_cut_prompts([7, 3, 5], 8, [given])
-    kv_budget = None if budget[0] is None else KVBudget.from_size(*budget)
+    kv_budget = None if budget[0] is None else sized(*budget)
     how = dict(device="cpu", dtype="float32", progress=False, compress_cache=compressed)
     with LLM(str(model.folder), Policy(**POLICIES["disk"]), kv_budget, **how) as llm:
         outputs = llm.generate(prompts, SamplingParams(max_tokens=8, ignore_eos=True))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import zoo
 
-from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams
+from h2o_flexgen import LLM, Policy, SamplingParams
 from h2o_flexgen.kv_cache import FullCache
 from h2o_flexgen.kv_cache import full as full_cache
 from h2o_flexgen.kv_cache.fixed_rule import FixedRule
@@ -121,7 +121,7 @@ def large_head(tmp_path_factory) -> zoo.Tiny:
 )
 def test_layers_share_a_staging_buffer_beside_a_large_head(large_head, percent, overlap, budget):
     prompts = large_head.clear_cut_prompts(LENGTHS, 8, [(None, None), BUDGET])
-    kv_budget = KVBudget.from_size(*budget) if budget else None
+    kv_budget = zoo.sized(*budget) if budget else None
     policy = Policy(2, 2, percent, overlap)
     with LLM(str(large_head.folder), policy, kv_budget, device="cpu", dtype="float32", progress=False) as llm:
         for _ in range(2):  # the second job begins with what the first one has left in the buffers
@@ -167,7 +167,7 @@ def test_outputs_of_all_lengths_share_a_block(tiny, name, placement, budget):
     outputs = (2, 30, 5, 1, 40, 30, 12)
     prompts = [model.clear_cut_prompts([n], m, [budget or (None, None)])[0] for n, m in zip(lengths, outputs)]
     params = [SamplingParams(max_tokens=m, ignore_eos=True) for m in outputs]
-    kv_budget = budget and KVBudget.from_size(*budget)
+    kv_budget = budget and zoo.sized(*budget)
     options = dict(device="cpu", dtype="float32", progress=False)
     with LLM(str(model.folder), Policy(**{**PLACEMENTS[placement], "gpu_batch_size": 4}), kv_budget, **options) as llm:
         found = [o.outputs[0] for o in llm.generate(prompts, params)]

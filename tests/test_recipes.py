@@ -192,7 +192,7 @@ def test_the_search_hands_the_new_rule_on(rule, capsys, tmp_path):
     assert result["kv_budget"]["rule"] == "tova"
     assert "--kv-rule tova" in result["command"]
     assert main(["search", *job, "--hh-ratio", "auto", "--kv-rule", "tova"]) == 2
-    assert "--hh-ratio auto is for --kv-rule smoothed" in capsys.readouterr().err
+    assert "--hh-ratio auto is for --kv-rule voted" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("profile", [laptop(), T4], ids=["cpu", "cuda"])

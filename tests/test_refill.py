@@ -90,7 +90,7 @@ class Job:
 
 
 def opened(model: zoo.Tiny, placement: str, budget=None, *, overlap: bool = True, **options) -> LLM:
-    budget = KVBudget.from_size(*budget) if isinstance(budget, tuple) else budget
+    budget = zoo.sized(*budget) if isinstance(budget, tuple) else budget
     return LLM(str(model.folder), Policy(overlap=overlap, **PLACEMENTS[placement]), budget, **OPTIONS, **options)
 
 
@@ -230,7 +230,7 @@ def test_any_rows_under_any_policy(tiny, policy, budget, rows, ending, group_row
         prompts.append(pool.prompts[n])
         expected.append(reference[: reference.index(ending) + 1] if ending in reference else reference)
     params = [SamplingParams(max_tokens=most) for _, most in rows]
-    kv_budget = budget and KVBudget.from_size(*budget)
+    kv_budget = budget and zoo.sized(*budget)
     with pytest.MonkeyPatch.context() as patch, LLM(str(model.folder), Policy(**policy), kv_budget, **OPTIONS) as llm:
         patch.setattr("h2o_flexgen.planning.workload.GROUP_ROWS", group_rows)
         llm.eos_ids = frozenset([ending])

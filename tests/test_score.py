@@ -7,7 +7,7 @@ import torch
 import zoo
 from oracle import fresh_rotary
 
-from h2o_flexgen import LLM, KVBudget, Policy, UserError
+from h2o_flexgen import LLM, Policy, UserError
 
 #: the basic model of every family, RoPE by length in two kinds, and sliding windows
 MODELS = [*zoo.FIRST.values(), "llama_groups_of_8_dynamic", "llama_longrope", *zoo.WINDOWS]
@@ -24,7 +24,7 @@ CASES = [(name, list(POLICIES)[n % len(POLICIES)]) for n, name in enumerate(MODE
 
 
 def score(model, texts, prompt_len=None, budget=None, **policy):
-    kv_budget = None if budget is None else KVBudget.from_size(*budget)
+    kv_budget = None if budget is None else zoo.sized(*budget)
     with LLM(str(model.folder), Policy(**policy), kv_budget, device="cpu", dtype="float32", progress=False) as llm:
         return llm.score(texts, prompt_len)
 

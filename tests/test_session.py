@@ -234,7 +234,7 @@ def test_generate_rolls_too(tiny):
     """The prompt of a job in one chunk, and then step by step."""
     model = tiny("gpt_neox")
     expected = Expected.clear(model, 100, turns=[(40, 30)])
-    budget = KVBudget(hh_size=HEAVY, recent_size=RECENT, position_rolling=True)
+    budget = KVBudget(hh_size=HEAVY, recent_size=RECENT, rule="smoothed", position_rolling=True)
     for policy in (RAM, DISK):
         with LLM(str(model.folder), Policy(**policy), budget, device="cpu", dtype="float32", progress=False) as llm:
             (output,) = llm.generate([expected.texts[0]], greedy(30))

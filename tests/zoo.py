@@ -22,10 +22,14 @@ from tempfile import NamedTemporaryFile
 import torch
 from oracle import Trace, fresh_rotary, oracle_of
 
+from h2o_flexgen.policy import KVBudget
+
 #: lower bounds of the difference between the best two logits, and between a rank that stays and one that goes, so that
 #: fp32 sums in any order give the same tokens
 MARGIN = 2e-3
 SLACK = 1e-5
+#: the cache rule of tests that are not about one: in short prompts few of its choices are close calls
+RULE = "smoothed"
 #: upper bound of the errors of transformers' own log-probabilities in fp32
 NOISE = 2e-5
 
@@ -300,6 +304,11 @@ FIRST = {model_type: next(iter(variants)) for model_type, variants in VARIANTS.i
 SHARED: Path | None = None
 
 
+def sized(heavy: int, recent: int | None = None, rule: str = RULE) -> KVBudget:
+    """A budget in slots, by the rule that `Tiny.reference` takes too if none is given."""
+    return KVBudget.from_size(heavy, recent, rule)
+
+
 @dataclass
 class Tiny:
     """A tiny model: transformers' and, in `folder`, its checkpoint."""
@@ -345,9 +354,7 @@ class Tiny:
         tokens = iter(lambda: rng.randrange(self.vocab_size), None)
         return [list(islice(tokens, n)) for n in lengths]
 
-    def reference(
-        self, prompt: list[int], max_tokens: int, heavy=None, recent=None, rule="smoothed", cache=None
-    ) -> Trace:
+    def reference(self, prompt: list[int], max_tokens: int, heavy=None, recent=None, rule=RULE, cache=None) -> Trace:
         key = (tuple(prompt), max_tokens, heavy, recent, rule, cache)
         return self._once(key, lambda: self.oracle.generate(prompt, max_tokens, heavy, recent, rule, cache))
 

@@ -14,7 +14,7 @@ from h2o_flexgen.commands.options import BUDGET, JOB, MACHINE
 from h2o_flexgen.commands.output import describe_budget, print_text
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.jobs.content import Content
-from h2o_flexgen.policy import DEFAULT_RULE, GIB, SEARCHED, KVBudget
+from h2o_flexgen.policy import GIB, SEARCHED, STREAM_RULE, KVBudget
 from h2o_flexgen.utils.files import read_text, write_text
 
 #: slots of the KV cache, if none are given: half for heavy hitters, half for recent tokens
@@ -47,7 +47,7 @@ def make_parser(prog: str) -> options.Parser:
     options.add_template_option(add)
 
     add = parser.group(BUDGET)
-    rule = f"the rule that decides which tokens keep a slot (default: {DEFAULT_RULE})"
+    rule = f"the rule that decides which tokens keep a slot (default: {STREAM_RULE})"
     add("--kv-rule", metavar="NAME", help=rule)
     add("--full", action="store_true", help="a full cache, which ends with the model's positions")
     rolling = "positions count the tokens in the cache (default: on, except with --full)"
@@ -127,7 +127,7 @@ def make_budget(args: argparse.Namespace) -> KVBudget | None:
 
         check_rule(args.kv_rule)
     heavy = SLOTS // 2 if args.hh_size is None else args.hh_size
-    return KVBudget.from_size(heavy, args.recent_size, args.kv_rule or DEFAULT_RULE)
+    return KVBudget.from_size(heavy, args.recent_size, args.kv_rule or STREAM_RULE)
 
 
 def describe(llm, session, is_full: bool) -> dict:

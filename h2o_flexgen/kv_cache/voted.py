@@ -17,8 +17,9 @@ class VotedCache(MeanAttentionCache):
     """The mean of attention with the votes of SnapKV for the prompt: our own.
 
     Keeps the last `recent` tokens and, of the others, the `heavy` ones that received most attention per query, of the
-    last `window` queries of the prompt and of those that follow. What a token of the prompt received from these is the
-    mean over `pool` neighbours, so that a token stays with its context (SnapKV, arXiv 2404.14469, section 4).
+    last `window` queries of the prompt and of those that follow. A token of the prompt counts as much as that of its
+    `pool` neighbours which received most from the former, so that it stays with its context (SnapKV, arXiv 2404.14469,
+    section 4).
     Why: the question stands at the end of a prompt, and what it attends to is what the output will need. The mean over
     all queries of a prompt drops what the text itself never returns to.
 
@@ -26,7 +27,7 @@ class VotedCache(MeanAttentionCache):
 
     Args:
         window: number of the last queries of the prompt, which vote.
-        pool: size of the neighbourhood that votes are averaged over, including the token itself; odd.
+        pool: size of a neighbourhood, including the token itself; odd.
     """
 
     window: int = 8
@@ -52,7 +53,7 @@ class VotedCache(MeanAttentionCache):
     def prompt_scores(self, score: Tensor, position: Tensor) -> Tensor:
         # padding between cached and new tokens must not part neighbours
         real = (position < 0).sort(dim=-1, stable=True).indices
-        pooled = F.avg_pool1d(score.gather(-1, real), self.pool, 1, self.pool // 2)
+        pooled = F.max_pool1d(score.gather(-1, real), self.pool, 1, self.pool // 2)
         return torch.empty_like(score).scatter_(-1, real, pooled)
 
     def rank(self, tokens: Tokens) -> Tensor:

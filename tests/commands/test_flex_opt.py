@@ -59,7 +59,7 @@ def test_the_report_has_exactly_the_fields_of_the_contract(cli, model, tmp_path,
     assert found["model"] == str(model) and found["device"] == "cpu" and found["dtype"] == "float32"
     assert found["workload"] == {"num_prompts": 3, "prompt_len": 10, "gen_len": 5}
     assert Policy.from_dict(found["policy"]) == Policy(2, 2, tuple(map(float, tier)))
-    assert found["kv_budget"] == ({"heavy": 3, "recent": 2, "rule": "smoothed"} if budget else None)
+    assert found["kv_budget"] == ({"heavy": 3, "recent": 2, "rule": "voted"} if budget else None)
     total = found["total"]
     assert total["generated_tokens"] == 15
     assert total["seconds"] == pytest.approx(found["prefill"]["seconds"] + found["decode"]["seconds"])

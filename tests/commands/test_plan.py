@@ -165,7 +165,7 @@ def test_it_reads_no_weights(planned, tmp_path):
     code, out, err = planned(tmp_path, "--prompt-len", 10, "--gen-len", 4, "--num-prompts", 3, "--hh-size", 2)
     assert code == 0, err
     assert "opt, 0 M parameters in 3 layers, 4 query heads, 4 KV heads, context 64" in out
-    assert "in float16" in out and "2 heavy + 2 recent slots (smoothed)" in out and "3 prompts of up to 10" in out
+    assert "in float16" in out and "2 heavy + 2 recent slots (voted)" in out and "3 prompts of up to 10" in out
     assert "run it     h2o-flexgen generate --model" in out
 
 

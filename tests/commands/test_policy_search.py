@@ -58,7 +58,7 @@ def test_json_is_one_object_with_the_promised_fields(find):
     assert set(result) == FIELDS
     assert Policy.from_dict(result["policy"])
     assert len(result["policy"]["percent"]) == 6
-    assert result["kv_budget"] == {"heavy": 12, "recent": 12, "rule": "smoothed"}
+    assert result["kv_budget"] == {"heavy": 12, "recent": 12, "rule": "voted"}
     assert set(result["predicted"]) == {"prefill_seconds", "decode_seconds", "tokens_per_s"}
     for tier in result["memory_bytes"].values():
         assert 0 <= tier["needed"] <= tier["limit"]

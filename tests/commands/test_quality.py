@@ -106,7 +106,7 @@ def test_summaries(measured, tmp_path):
     code, out, err = measured(source, *options)
     assert code == 0, err
     assert "rouge 1" in out and "rouge-score L" in out
-    assert [line.split()[0] for line in out.splitlines()[3:]] == ["full", *["smoothed"] * 4]
+    assert [line.split()[0] for line in out.splitlines()[3:]] == ["full", *["voted"] * 4]
     rows = json.loads((tmp_path / "q.json").read_text())["rows"]
     assert set(rows[1]["rouge"]["reference"]) == {"rouge", "rouge-score"}
 
@@ -141,7 +141,7 @@ def test_texts_side_by_side(measured, text):
         code, out, err = measured("--compare", prompt, "--gen-len", 6, "--sizes", 8)
         assert code == 0, err
         heads = [line.split(",")[0] for line in out.splitlines() if line.startswith("--- ")]
-        assert heads == ["--- full", "--- smoothed", "--- recent"]
+        assert heads == ["--- full", "--- voted", "--- recent"]
 
 
 REFUSED = {
@@ -234,7 +234,7 @@ def test_ctrl_c_keeps_what_was_measured(measured, text, tmp_path, monkeypatch):
     monkeypatch.setattr(LLM, "score", interrupted)
     code, out, err = measured(text, *LENGTHS, "-o", output)
     assert code == 130, err
-    assert [row["rule"] for row in json.loads(output.read_text())["rows"]] == ["full", "smoothed"]
+    assert [row["rule"] for row in json.loads(output.read_text())["rows"]] == ["full", "voted"]
     assert "full" in out and last_line(err) == "interrupted"
 
 
@@ -250,9 +250,9 @@ def losses(talker, tmp_path):
         common = {"prompt_len": 40, "gen_len": 40, "hh_share": 0.5, "model": model} | workload
         made = [
             dict(rule="full", slots=None, rise=0.0, kv_bytes=1000),
-            dict(rule="smoothed", slots=8, hh_ratio=0.1, recent_ratio=0.1, rise=0.3, kv_bytes=100),
+            dict(rule="voted", slots=8, hh_ratio=0.1, recent_ratio=0.1, rise=0.3, kv_bytes=100),
             dict(rule="mean", slots=20, hh_ratio=0.25, recent_ratio=0.25, rise=0.1, kv_bytes=250),
-            dict(rule="smoothed", slots=32, hh_ratio=0.4, recent_ratio=0.4, rise=0.02, kv_bytes=400),
+            dict(rule="voted", slots=32, hh_ratio=0.4, recent_ratio=0.4, rise=0.02, kv_bytes=400),
         ]
         path.write_text(json.dumps({"workload": common, "rows": rows or made}))
         return path
@@ -297,7 +297,7 @@ def test_a_file_of_other_weights_is_a_warning(talker, losses, capfd):
         (("--max-loss", 0.1, "--quality", "FILE", "--hh-size", 4), "leave --kv-rule, ratios and sizes out"),
         (("--max-loss", 0.1, "--quality", "FILE", "--kv-rule", "h2o"), "leave --kv-rule, ratios and sizes out"),
         (("--max-loss", 2, "--quality", "FILE"), "--max-loss must lie in [0, 1), not 2: for 2 % give 0.02"),
-        (("--max-loss", 0.01, "--quality", "FILE"), "costs at most 0.01, the best is smoothed with 0.4 heavy"),
+        (("--max-loss", 0.01, "--quality", "FILE"), "costs at most 0.01, the best is voted with 0.4 heavy"),
         (("--max-loss", 0.01, "--quality", "nowhere.json"), "cannot read --quality nowhere.json"),
     ],
 )
@@ -321,4 +321,4 @@ def test_an_automatic_budget_stays_within_the_limit(cli, talker, losses, tmp_pat
     budget = json.loads(report.read_text())["kv_budget"]
     assert budget is None or budget["heavy"] + budget["recent"] >= 0.7 * 40
     code, _, err = cli(*auto, "--quality", losses(rows=[dict(rule="full", slots=None)]))
-    assert code == 2 and "has no budget of rule smoothed" in err
+    assert code == 2 and "has no budget of rule voted" in err

@@ -49,7 +49,7 @@ def test_turns_are_answered_one_after_the_other(streamed, talker, tmp_path):
     assert code == 0, err
     questions = ["What is a list?", "And a tuple?", "Why?"]
     with LLM(str(talker), Policy(), device="cpu", dtype="float32", progress=False) as llm:
-        with llm.session(KVBudget.from_size(8), position_rolling=False) as session:
+        with llm.session(KVBudget.from_size(8, rule="smoothed"), position_rolling=False) as session:
             answers = [session.chat(question, SamplingParams(max_tokens=5)) for question in questions]
             tokens = session.lengths()
     for question, answer in zip(questions, answers):

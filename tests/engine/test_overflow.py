@@ -6,7 +6,7 @@ import pytest
 import torch
 import zoo
 
-from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams, UserError
+from h2o_flexgen import LLM, Policy, SamplingParams, UserError
 from h2o_flexgen.engine import prefixes, sampling
 from h2o_flexgen.kv_cache import full as full_cache
 
@@ -72,7 +72,7 @@ def test_a_sequence_that_overflows_fails_alone(poisoned, monkeypatch, n, policy)
     bad = {1: 16, 4: 3, 7: 0, 8: 9}  # {prompt: position of the token}
     for n, at in bad.items():
         prompts.insert(n, prompts[n][:at] + [token] + prompts[n][at:])
-    kv_budget = KVBudget.from_size(*budget) if budget else None
+    kv_budget = zoo.sized(*budget) if budget else None
     params = SamplingParams(max_tokens=18, ignore_eos=True)
     with LLM(
         str(model.folder), Policy(overlap=overlap, **policy), kv_budget, device="cpu", dtype="float32", progress=False

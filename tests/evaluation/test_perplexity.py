@@ -31,7 +31,7 @@ def llm(tiny):
 def test_rows_are_those_of_the_oracle(tiny, llm):
     model = tiny("llama")
     passages = [clear_cut(model, n, length) for n, length in zip(PROMPTS, LENGTHS)]
-    settings = [Setting("smoothed", KVBudget.from_size(*budget)) for budget in BUDGETS]
+    settings = [Setting("smoothed", zoo.sized(*budget)) for budget in BUDGETS]
     full, *rows = measure(llm, passages, settings)
     perplexity, greedy = by_oracle(model, passages)
     assert full["perplexity"] == pytest.approx(perplexity, rel=1e-4)

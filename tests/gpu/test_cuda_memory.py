@@ -172,7 +172,7 @@ def test_the_host_runs_ahead_through_the_layers(tmp_path, budget):
     counts = []
     for layers in (2, 8):
         model = zoo.build("opt", tmp_path / str(layers), num_hidden_layers=layers)
-        kv_budget = None if budget is None else KVBudget.from_size(*budget)
+        kv_budget = None if budget is None else zoo.sized(*budget)
         policy = Policy(4, 2, (100, 0, 100, 0, 100, 0))
         with LLM(str(model.folder), policy, kv_budget, device="cuda", dtype="float32", progress=False) as llm:
             rows = [[5 + n] * (20 - n) for n in range(8)]

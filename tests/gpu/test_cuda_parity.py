@@ -59,7 +59,7 @@ POLICIES = {
 
 
 def generate(model, prompts, budget, device="cuda", dtype="float32", gen_len=GEN, times=1, **policy):
-    kv_budget = None if budget is None else KVBudget.from_size(*budget)
+    kv_budget = None if budget is None else zoo.sized(*budget)
     params = SamplingParams(max_tokens=gen_len, ignore_eos=True)
     with LLM(str(model.folder), Policy(**policy), kv_budget, device=device, dtype=dtype, progress=False) as llm:
         for _ in range(times):
@@ -193,7 +193,7 @@ def test_streams_give_the_tokens_of_the_cpu(models, name, of):
 
     def turns(device, policy):
         where = dict(device=device, dtype="float32", progress=False)
-        with LLM(str(model.folder), Policy(**policy), KVBudget.from_size(*BUDGET), **where) as llm:
+        with LLM(str(model.folder), Policy(**policy), zoo.sized(*BUDGET), **where) as llm:
             session = llm.session(count=3, chunk=16)
             params = SamplingParams(max_tokens=GEN, ignore_eos=True)
             outputs = session.generate([first, None, second], params) + session.generate([third, third, None], params)

@@ -84,7 +84,7 @@ def test_the_engine_gives_the_same_tokens_in_pieces(model, tmp_path):
     whole = alone(model, tmp_path, many(60), LLM, **budget)
     with crew(model, 2, Worker, **budget) as llm:
         assert run(llm, tmp_path, many(60)) == whole
-        assert llm.report["kv_budget"] == {"heavy": 1, "recent": 1, "rule": "smoothed"}
+        assert llm.report["kv_budget"] == {"heavy": 1, "recent": 1, "rule": "voted"}
 
 
 def test_answers_are_scored_and_texts_embedded(model, tmp_path):

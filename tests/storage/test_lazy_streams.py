@@ -12,8 +12,9 @@ import time
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from zoo import sized
 
-from h2o_flexgen import LLM, KVBudget, Policy, SamplingParams
+from h2o_flexgen import LLM, Policy, SamplingParams
 from h2o_flexgen import llm as llm_module
 from h2o_flexgen.machine import memory
 from h2o_flexgen.machine.device import CudaDevice, host_memory
@@ -191,7 +192,7 @@ def test_copies_that_run_as_late_as_events_allow_give_the_same_tokens(lazy, tiny
     policy = Policy(
         *[(3, 1), (2, 2)][n // 2 % 2], percent, overlap=overlap, cpu_cache_compute=cpu_compute, prefill_tokens=30
     )
-    kv_budget = None if budget is None else KVBudget.from_size(*budget)
+    kv_budget = None if budget is None else sized(*budget)
     with LLM(str(model.folder), policy, kv_budget, dtype="float32", progress=False) as engine:
         for _ in range(2):
             assert [o.outputs[0].token_ids for o in engine.generate(prompts, params)] == wanted
