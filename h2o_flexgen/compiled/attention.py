@@ -3,8 +3,9 @@
 Numba vectorises little of this by itself (vectors are short, and arrays might overlap), so the innermost loops are
 written in LLVM IR. Stored vectors are widened to float32 in a buffer, a few at a time, for all queries of a group.
 
-Shapes: B sequences, H KV heads, n = B * H, G query heads per KV head, S slots, D elements of a head. A cache is cut
-along its slots into segments, each (B, H, slots, bytes of a vector).
+Shapes: B sequences, H KV heads, n = B * H, G query heads per KV head, S slots, D elements of a head. The heads of a
+cache that have as many slots form one of its P parts, and each part is cut along its slots into N segments, each (B,
+heads of the part, slots, bytes of a vector).
 """
 
 from __future__ import annotations
@@ -32,15 +33,16 @@ class Vectors(NamedTuple):
     kind: int  # FP32 to INT4
     width: int  # elements of a vector, D
     nbytes: int  # of a vector
-    segments: np.ndarray  # (N,) int64, addresses
+    segments: np.ndarray  # (P, N) int64, addresses
 
 
 class Slots(NamedTuple):
     """The slots of a cache, and which of them hold tokens."""
 
-    sizes: np.ndarray  # (N,) int64, of each segment
-    cached_len: np.ndarray  # (B,) int64, slots in use, the first ones
-    empty: np.ndarray  # (B, H or 1, S) bool, those without a token; without elements if there are none
+    sizes: np.ndarray  # (P, N) int64, of each segment
+    heads: np.ndarray  # (H, 3) int64: the part of each head, its place among the heads of the part, and their number
+    cached_len: np.ndarray  # (B,) int64, slots in use, the first ones; without elements if all are
+    empty: np.ndarray  # (P,) int64, addresses of (B, heads of the part, S) bool, those without a token; 0: none
 
 
 class Softmax(NamedTuple):
@@ -215,17 +217,26 @@ def _softmax(x, sink):
 
 
 @njit(nogil=True)
-def _logits(keys, sizes, cached_len, h, query, rows, scales, p):
-    """Write the dot products of the queries (G, width) with the first `cached_len` keys of head h, which are never in
-    4 bits, to p (G, cached_len + VECTORS). Buffers: rows (VECTORS, width), scales (2, VECTORS)."""
+def _place(heads, h):
+    """Where head h of n is: its part, and its place there among all sequences' heads."""
+    b = h // len(heads)
+    part, place, count = heads[h % len(heads)]
+    return part, b * count + place
+
+
+@njit(nogil=True)
+def _logits(keys, sizes, cached_len, at, query, rows, scales, p):
+    """Write the dot products of the queries (G, width) with the first `cached_len` keys `at` (part, place), which are
+    never in 4 bits, to p (G, cached_len + VECTORS). Buffers: rows (VECTORS, width), scales (2, VECTORS)."""
+    part, place = at
     first = 0
     width = rows.shape[1]
     rows_at = rows.ctypes.data
     query_at = query.ctypes.data
     p_at = p.ctypes.data
-    for n in range(len(sizes)):
-        used = min(sizes[n], cached_len - first)
-        begin = keys.segments[n] + h * sizes[n] * keys.nbytes
+    for n in range(sizes.shape[1]):
+        used = min(sizes[part, n], cached_len - first)
+        begin = keys.segments[part, n] + place * sizes[part, n] * keys.nbytes
         for s in range(0, used, VECTORS):
             count = min(VECTORS, used - s)
             _widen(keys.kind, begin + s * keys.nbytes, keys.nbytes, count, keys.width, rows_at, width, scales)
@@ -238,9 +249,10 @@ def _logits(keys, sizes, cached_len, h, query, rows, scales, p):
 
 
 @njit(nogil=True)
-def _sums(values, sizes, cached_len, h, total, rows, scales, p):
-    """Write the sum of the first `cached_len` values of head h, each times its weight in p, to total (G, width). Shapes
-    and buffers as in `_logits`."""
+def _sums(values, sizes, cached_len, at, total, rows, scales, p):
+    """Write the sum of the first `cached_len` values `at` (part, place), each times its weight in p, to total (G,
+    width). Shapes and buffers as in `_logits`."""
+    part, place = at
     first = 0
     width = rows.shape[1]
     weights = np.zeros(VECTORS, np.float32)
@@ -250,9 +262,9 @@ def _sums(values, sizes, cached_len, h, total, rows, scales, p):
     total[:] = 0
     scales[0] = 1
     scales[1] = 0
-    for n in range(len(sizes)):
-        used = min(sizes[n], cached_len - first)
-        begin = values.segments[n] + h * sizes[n] * values.nbytes
+    for n in range(sizes.shape[1]):
+        used = min(sizes[part, n], cached_len - first)
+        begin = values.segments[part, n] + place * sizes[part, n] * values.nbytes
         for s in range(0, used, VECTORS):
             count = min(VECTORS, used - s)
             if count < VECTORS:
@@ -278,62 +290,107 @@ def attend(begin, end, cache, softmax, q, context, received):
     Args:
         cache: keys (`Vectors`), values (`Vectors`) and `Slots`; these and `softmax` (`Softmax`) as plain tuples.
         q: (n, G, D) floats, as from `threads.float_array`; context: the same, written.
-        received: (n, S) float32, to which the attention that each slot receives from its G queries is added; without
-            elements if not wanted.
+        received: (P,) int64, addresses of (B, heads of the part, S) float32, to which the attention that each slot
+            receives from its G queries is added; 0: not wanted.
     """
     keys = Vectors(*cache[0])
     values = Vectors(*cache[1])
-    sizes, cached_len, empty = cache[2]
+    sizes, heads, cached_len, empty = cache[2]
     softmax = Softmax(*softmax)
     scale = np.float32(softmax.scale)
     cap = np.float32(softmax.cap)
     G, D = q.shape[1:]
-    heads = len(q) // len(cached_len)
+    slots = sizes.sum(1)
+    most = np.max(cached_len if cached_len.size else slots)
     width = -(-D // LANES) * LANES
     rows = np.zeros((VECTORS, width), np.float32)
     scales = np.empty((2, VECTORS), np.float32)
     query = np.zeros((G, width), np.float32)
     total = np.empty((G, width), np.float32)
-    longest = np.empty((G, np.max(cached_len) + VECTORS), np.float32)
+    longest = np.empty((G, most + VECTORS), np.float32)
     for h in range(begin, end):
-        b = h // heads
-        count = cached_len[b]
+        part, place = _place(heads, h)
+        count = cached_len[h // len(heads)] if cached_len.size else slots[part]
+        is_empty = carray(_address(empty[part] + place * slots[part]), (count if empty[part] else 0,), np.bool_)
+        sums = carray(_address(received[part] + 4 * place * slots[part]), (count if received[part] else 0,), np.float32)
         p = longest[:, : count + VECTORS]
         for g in range(G):
             for i in range(D):
                 query[g, i] = float_of(q[h, g, i]) * scale
-        _logits(keys, sizes, count, h, query, rows, scales, p)
+        _logits(keys, sizes, count, (part, place), query, rows, scales, p)
         for g in range(G):
             if cap:
                 _cap(p[g, :count], cap)
-            if empty.size:
-                for s in range(count):
-                    if empty[b, h % empty.shape[1], s]:
-                        p[g, s] = -np.inf
+            for s in range(len(is_empty)):
+                if is_empty[s]:
+                    p[g, s] = -np.inf
             _softmax(p[g, :count], softmax.sinks[h, g] if softmax.sinks.size else np.float32(-np.inf))
-            if received.size:
-                for s in range(count):
-                    received[h, s] += p[g, s]
-        _sums(values, sizes, count, h, total, rows, scales, p)
+            for s in range(len(sums)):
+                sums[s] += p[g, s]
+        _sums(values, sizes, count, (part, place), total, rows, scales, p)
         for g in range(G):
             for i in range(D):
                 context[h, g, i] = element(total[g, i], context)
 
 
 @njit(nogil=True, cache=True)
-def put(segments, sizes, slots, new):
-    """Write new vectors (n, bytes) uint8 to slots (n,) of n heads; `segments` as in `Vectors`, `sizes` as in `Slots`.
-    Raises IndexError for a slot that the cache lacks, when vectors of earlier heads are written already."""
+def free_slots(tokens, sizes, heads, newest, window, slots):
+    """Write the slot of each of n heads that the next token takes to slots (n,): an empty one; or that of a token which
+    the next query does not see; or the unprotected one of the lowest rank. Of equal ones it is the one with the lowest
+    position.
+
+    Args:
+        tokens: (3, P) int64, addresses of (B, heads of the part, S): ranks in float32, protected tokens in bool, and
+            positions in int32, below 0 for empty slots.
+        sizes, heads: as in `Slots`; each part has one segment.
+        newest: (B,) int32, position of the newest token.
+        window: tokens that the next query sees, itself included; 0: all.
+    """
     for h in range(len(slots)):
+        part, place = _place(heads, h)
+        S = sizes[part, 0]
+        first = place * S
+        rank = carray(_address(tokens[0, part] + 4 * first), (S,), np.float32)
+        stays = carray(_address(tokens[1, part] + first), (S,), np.bool_)
+        position = carray(_address(tokens[2, part] + 4 * first), (S,), np.int32)
+        begin = max(0, newest[h // len(heads)] + 2 - window) if window else 0
+        found = 0
+        lowest = np.float32(np.inf)
+        for s in range(S):
+            each = -np.float32(np.inf) if position[s] < begin else np.float32(np.inf) if stays[s] else rank[s]
+            if each < lowest or (each == lowest and position[s] < position[found]):
+                lowest = each
+                found = s
+        slots[h] = found
+
+
+@njit(nogil=True, cache=True)
+def put(fields, nbytes, sizes, heads, slots, new):
+    """Write vectors to slots (n,) of n heads.
+
+    Args:
+        fields: (F, P, N) int64, where the segments of F fields are, as in `Vectors`: keys, values and the like.
+        nbytes: (F,) int64, of a vector of each.
+        sizes, heads: as in `Slots`.
+        new: (F,) int64, addresses of n vectors of each.
+
+    Raises:
+        IndexError: a slot that the cache lacks, when vectors of earlier heads are written already.
+    """
+    for h in range(len(slots)):
+        part, place = _place(heads, h)
         slot = slots[h]
         n = 0
         if slot < 0:
             raise IndexError("slot is negative")
-        while n < len(sizes) and slot >= sizes[n]:
-            slot -= sizes[n]
+        while n < sizes.shape[1] and slot >= sizes[part, n]:
+            slot -= sizes[part, n]
             n += 1
-        if n == len(sizes):
+        if n == sizes.shape[1]:
             raise IndexError("slot is beyond the last one")
-        target = carray(_address(segments[n] + (h * sizes[n] + slot) * new.shape[1]), (new.shape[1],), np.uint8)
-        for i in range(len(target)):
-            target[i] = new[h, i]
+        for f in range(len(fields)):
+            size = nbytes[f]
+            target = carray(_address(fields[f, part, n] + (place * sizes[part, n] + slot) * size), (size,), np.uint8)
+            source = carray(_address(new[f] + h * size), (size,), np.uint8)
+            for i in range(size):
+                target[i] = source[i]

@@ -10,14 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from h2o_flexgen.compiled import threads
-from h2o_flexgen.compiled.threads import float_array
 from h2o_flexgen.formats import KVFormat
+from h2o_flexgen.kernels import cache_loops
+from h2o_flexgen.kernels.cache_loops import by_loops
 from h2o_flexgen.kernels.linear import prefers_fp32
 
 #: elements that are widened to fp32, or rotated, at once: of K where positions roll, of hidden states in a norm
@@ -75,7 +74,6 @@ class Softmax(NamedTuple):
 
 
 PLAIN = Softmax()
-_NO_SINKS = np.empty((0, 0), np.float32)
 
 
 def _with_sinks(p: Tensor, largest: Tensor, sinks: Tensor) -> Tensor:
@@ -286,11 +284,6 @@ def prefill_pairs(length: int, device: str, cached_len: int = 0, window: int | N
 # over a cache
 
 
-def by_loops(device: torch.device) -> bool:
-    """Whether attention over a cache runs in compiled loops, which read no slot beyond those in use."""
-    return device.type == "cpu" and threads.compiled() is not None
-
-
 def cached_attention(
     q: Tensor,
     k: list[Tensor],
@@ -318,7 +311,11 @@ def cached_attention(
     """
     form = form or KVFormat.dense(q.dtype)
     if rotate is None and by_loops(q.device):
-        return _cached_attention_by_loops(q, k, v, cached_len, empty, form, softmax)
+        heads = (tuple(range(k[0].shape[1])),)
+        if empty is not None:
+            empty = [empty.expand(*k[0].shape[:2], -1).contiguous()]
+        context, received = cache_loops.attend(q, cache_loops.Cache(heads, [k], [v], form, cached_len, empty), softmax)
+        return context, received and received[0]
     if cached_len is not None:
         slots = torch.arange(sum(x.shape[2] for x in k), device=q.device)
         empty = slots >= cached_len.to(q.device, non_blocking=True)[:, None, None]
@@ -352,51 +349,6 @@ def _cached_attention_by_matmuls(
     # one sum, rounded once
     context = contexts[0] if len(contexts) == 1 else torch.stack(contexts).sum(0)
     return context.view(B, H, 1, D), p.squeeze(2) if H == KV else p.sum(2)
-
-
-def put_by_loops(segments: list[Tensor], slots: Tensor, new: Tensor) -> None:
-    """Write one vector per sequence and head, new (B, KV, W), into slots (B, KV) of segments (B, KV, S, W)."""
-    vectors = new.contiguous().view(-1, new.shape[-1]).view(torch.uint8)
-    threads.compiled().attention.put(*_segments(segments), slots.reshape(-1).contiguous().numpy(), vectors.numpy())
-
-
-def _segments(segments: list[Tensor]) -> tuple[np.ndarray, np.ndarray]:
-    """Their addresses and their slots. The compiled loops check neither."""
-    assert all(x.is_contiguous() for x in segments)
-    return np.array([x.data_ptr() for x in segments]), np.array([x.shape[2] for x in segments])
-
-
-def _cached_attention_by_loops(
-    q: Tensor,
-    k: list[Tensor],
-    v: list[Tensor],
-    cached_len: Tensor | None,
-    empty: Tensor | None,
-    form: KVFormat,
-    softmax: Softmax,
-) -> tuple[Tensor, Tensor | None]:
-    """The same on a CPU by compiled loops, which widen stored vectors to fp32 a few at a time."""
-    B, H, _, D = q.shape
-    KV = k[0].shape[1]
-    S = sum(segment.shape[2] for segment in k)
-    queries = q.reshape(B * KV, H // KV, D)
-    context = torch.empty_like(queries)
-    received = torch.zeros((B * KV, S) if cached_len is None else (0, 0), dtype=torch.float32)
-    cached_len = torch.full((B,), S) if cached_len is None else cached_len
-    empty = torch.empty(0, 0, 0, dtype=torch.bool) if empty is None else empty
-    at_k, sizes = _segments(k)
-    at_v, _ = _segments(v)
-    sinks = _NO_SINKS if softmax.sinks is None else softmax.sinks_of(B, KV).numpy()
-    # `Vectors`, `Slots` and `Softmax` of the loop as plain tuples
-    keys = (form.k.loop_kind, D, k[0].shape[-1] * k[0].itemsize, at_k)
-    values = (form.v.loop_kind, D, v[0].shape[-1] * v[0].itemsize, at_v)
-    slots = (sizes, cached_len.numpy(), empty.numpy())
-    logits = (softmax.scale_of(D), softmax.cap or 0.0, sinks)
-    arrays = [(keys, values, slots), logits, float_array(queries), float_array(context), received.numpy()]
-    attend = threads.compiled().attention.attend
-    size = 2 * KV * D * int(cached_len.sum())
-    threads.in_threads(lambda begin, end: attend(begin, end, *arrays), B * KV, size)
-    return context.view(B, H, 1, D), received.view(B, KV, S) if len(received) else None
 
 
 def _cached_attention_by_parts(

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from h2o_flexgen.compiled import threads
 from h2o_flexgen.compiled.threads import float_array, in_threads
-from h2o_flexgen.kernels.attention import WIDENED_ELEMENTS, by_loops
+from h2o_flexgen.kernels.attention import WIDENED_ELEMENTS
+from h2o_flexgen.kernels.cache_loops import by_loops
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

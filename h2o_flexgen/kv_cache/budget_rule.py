@@ -18,7 +18,7 @@ from h2o_flexgen.kv_cache.full import fill, gather
 from h2o_flexgen.kv_cache.head_groups import HeadGroups, alike
 from h2o_flexgen.kv_cache.layers import ByHead
 from h2o_flexgen.kv_cache.layout import KVTensors
-from h2o_flexgen.kv_cache.rule import CacheRule, Rows, Text, Tokens, codes
+from h2o_flexgen.kv_cache.rule import CacheRule, Rows, Text, Tokens, codes, column
 from h2o_flexgen.models.rope import rotate_to
 from h2o_flexgen.models.spec import Rope
 
@@ -281,8 +281,3 @@ def _within(window: int, heavy: int, recent: int) -> tuple[int, int]:
     least = min(1, recent, most)
     recent = max(least, round(most * recent / (heavy + recent)))
     return most - recent, recent
-
-
-def column(lengths: Tensor, device: torch.device) -> Tensor:
-    """(B,) on the CPU as (B, 1, 1) int32 on a device."""
-    return lengths.to(torch.int32).to(device, non_blocking=True)[:, None, None]

@@ -11,10 +11,13 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.kernels.attention import cached_attention
-from h2o_flexgen.kv_cache.budget_rule import BudgetRule, column
+from h2o_flexgen.kernels.cache_loops import by_loops
+from h2o_flexgen.kv_cache import fixed_step
+from h2o_flexgen.kv_cache.budget_rule import BudgetRule
+from h2o_flexgen.kv_cache.fixed_step import Part
 from h2o_flexgen.kv_cache.full import gather
 from h2o_flexgen.kv_cache.layout import KVTensors
-from h2o_flexgen.kv_cache.rule import Rows, Text, Tokens
+from h2o_flexgen.kv_cache.rule import Rows, Text, Tokens, column
 from h2o_flexgen.models.rope import rotate_to
 
 #: later than any position
@@ -80,6 +83,8 @@ class FixedRule(BudgetRule):
     def decode(
         self, cache: KVTensors, q: Tensor, k: Tensor, v: Tensor, rows: Rows, sinks: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
+        if self.rope is None and by_loops(k.device):
+            return fixed_step.decode([Part(tuple(range(k.shape[1])), self, cache)], q, k, v, rows, sinks)
         S = cache.k[0].shape[2]
         position = column(rows.length, k.device)
         # a prompt was cut to the budget, and each step has added a token, this one included

@@ -23,6 +23,9 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.formats import KVFormat
+from h2o_flexgen.kernels.cache_loops import by_loops
+from h2o_flexgen.kv_cache import fixed_step
+from h2o_flexgen.kv_cache.fixed_step import Part
 from h2o_flexgen.kv_cache.layout import KVLayout, KVTensors
 from h2o_flexgen.kv_cache.rule import CacheRule, Rows, Text
 from h2o_flexgen.models.spec import ModelSpec
@@ -138,6 +141,9 @@ class HeadGroups(CacheRule):
     def decode(
         self, cache: HeadTensors, q: Tensor, k: Tensor, v: Tensor, rows: Rows, sinks: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
+        if self.rope is None and by_loops(k.device):
+            parts = [Part(heads, rule, part) for (heads, rule), part in zip(self.groups, cache.parts)]
+            return fixed_step.decode(parts, q, k, v, rows, sinks)
         contexts = []
         slots = []
         for (heads, rule), part in zip(self.groups, cache.parts):

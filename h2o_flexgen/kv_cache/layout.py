@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.formats import KVFormat
-from h2o_flexgen.kernels.attention import by_loops, put_by_loops
+from h2o_flexgen.kernels.cache_loops import by_loops, put
 
 
 @dataclass
@@ -42,10 +42,11 @@ class KVTensors:
     def write(self, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Write one token per sequence and head, k and v (B, H, D) floats, into slots (B, H). With several segments,
         all heads of a sequence have the same slot, and `slots` is on the CPU."""
-        for segments, new in zip((self.k, self.v), self.form.stored(k, v)):
-            if by_loops(new.device):
-                put_by_loops(segments, slots, new)
-                continue
+        stored = self.form.stored(k, v)
+        if by_loops(k.device):
+            put((tuple(range(k.shape[1])),), [[self.k], [self.v]], slots, stored)
+            return
+        for segments, new in zip((self.k, self.v), stored):
             W = new.shape[-1]
             for at, rows, n in self._places(slots):
                 segments[n].view(-1, W).index_copy_(0, at, (new if rows is None else new[rows]).reshape(-1, W))

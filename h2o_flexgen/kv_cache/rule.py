@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import product
 from typing import ClassVar, NamedTuple
 
@@ -192,6 +193,28 @@ class Rows:
         """A decode step."""
         return cls(length, torch.ones_like(length), prompt)
 
+    # of a decode step, the same for all layers
+
+    @cached_property
+    def shortest(self) -> int:
+        """Tokens of the shortest text."""
+        return int(self.length.min())
+
+    @cached_property
+    def position(self) -> Tensor:
+        """(B, 1, 1) int32 on the CPU, of the new tokens."""
+        return column(self.length, self.length.device)
+
+    @cached_property
+    def newest(self) -> Tensor:
+        """(B, 1, 1) int32 on the CPU, positions of the tokens before."""
+        return self.position - 1
+
+    @cached_property
+    def prompt_end(self) -> Tensor:
+        """`prompt` as (B, 1, 1) int32 on the CPU."""
+        return column(self.prompt, self.prompt.device)
+
 
 @dataclass(frozen=True)
 class Text:
@@ -267,3 +290,8 @@ class Tokens:
 def codes(form: KVFormat | None, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
     """`Text.codes` of K and V for a cache that stores vectors in `form`."""
     return None if form is None or form.is_dense else form.stored(k, v)
+
+
+def column(lengths: Tensor, device: torch.device) -> Tensor:
+    """(B,) on the CPU as (B, 1, 1) int32 on a device."""
+    return lengths.to(torch.int32).to(device, non_blocking=True)[:, None, None]

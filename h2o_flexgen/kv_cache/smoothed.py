@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import log
+from functools import cache
+from math import ceil, log
 
 import torch
 from torch import Tensor
@@ -11,6 +12,9 @@ from torch import Tensor
 from h2o_flexgen.kv_cache.decayed import DecayedCache
 from h2o_flexgen.kv_cache.rule import Tokens
 from h2o_flexgen.kv_cache.value_norm import ValueNormCache
+
+#: ages in a table at most
+_AGES = 1 << 17
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,26 @@ class SmoothedCache(DecayedCache, ValueNormCache):
 
     def rank(self, tokens: Tokens) -> Tensor:
         age = tokens.newest + 1 - tokens.position
-        if self.decay < 1:  # 1 + decay + ... + decay^(age - 1)
-            age = torch.expm1(age * log(self.decay)) / (self.decay - 1)
+        if self.decay < 1:
+            age = _faded(age, self.decay)
         prior = self.queries * self.groups / max(1, self.slots)  # none beside the new token in a window of one
         return tokens.metadata["value_norm"] * (tokens.score + prior) / (self.queries + age)
+
+
+def _faded(age: Tensor, decay: float) -> Tensor:
+    """1 + decay + ... + decay^(age - 1)."""
+    most = ceil(log(2**-26) / log(decay))  # later summands are lost in rounding
+    if most >= _AGES:
+        return _sum_of_powers(age, decay)
+    # torch runs expm1 in threads even for the few tokens of a decode step, and waking one takes longer than the rest
+    table = _table(decay, most, age.device)
+    return table.index_select(0, age.clamp(0, most).flatten()).view(age.shape)
+
+
+@cache
+def _table(decay: float, most: int, device: torch.device) -> Tensor:
+    return _sum_of_powers(torch.arange(most + 1, dtype=torch.int32, device=device), decay)
+
+
+def _sum_of_powers(count: Tensor, decay: float) -> Tensor:
+    return torch.expm1(count * log(decay)) / (decay - 1)

@@ -1,5 +1,7 @@
 """Compiled loops of attention and of row-wise operations agree with plain formulas."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -8,7 +10,12 @@ from hypothesis import strategies as st
 from h2o_flexgen.compiled import threads
 from h2o_flexgen.formats.forms import DIVISORS, cache_format
 from h2o_flexgen.kernels import attention, rowwise
+from h2o_flexgen.kernels.attention import Softmax
+from h2o_flexgen.kernels.cache_loops import free_slots
+from h2o_flexgen.kv_cache import make_rule
+from h2o_flexgen.kv_cache.fixed_step import Part
 from h2o_flexgen.kv_cache.layout import KVTensors
+from h2o_flexgen.kv_cache.rule import Rows, Tokens
 
 pytestmark = pytest.mark.skipif(threads.compiled() is None, reason="without numba")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -60,6 +67,25 @@ def check_attention(heads, segments, cached_len, kind, dtype):
     p = torch.softmax(logits.masked_fill(unused[:, None, None], float("-inf")), -1)
     wanted = (p @ plain[1]).view(B, KV * group, 1, D)
     torch.testing.assert_close(context.double(), wanted, atol=ROUNDING[dtype], rtol=ROUNDING[dtype])
+
+
+@given(sizes=st.lists(st.integers(3, 9), min_size=1, max_size=3), window=st.sampled_from([None, 5]), data=st.data())
+def test_the_free_slot_is_the_one_that_a_rule_finds(sizes, window, data):
+    """In parts of a cache, with ties, empty slots and protected tokens."""
+    B = 2
+    rows = Rows.steps(torch.tensor([11, 14]), torch.tensor([6, 8]))
+    parts = []
+    for S in sizes:
+        rule = replace(make_rule("h2o:first=1", S - 2, 1), softmax=Softmax(window=window))
+        position = torch.stack([torch.randperm(12)[:S] for _ in range(2 * B)]).view(B, 2, S).to(torch.int32)
+        position[torch.rand(position.shape) < data.draw(st.sampled_from([0, 0.1]))] = -1
+        score = torch.randint(3, position.shape).float()
+        parts.append(Part((), rule, KVTensors([], [], {"score": score, "position": position}, None)))
+    heads = tuple((2 * n + 1, 2 * n) for n in range(len(sizes)))
+    found = free_slots(heads, [part.candidates(rows) for part in parts], rows.newest, window)
+    for part, own in zip(parts, heads):
+        tokens = Tokens(part.cache.metadata, rows.newest, rows.prompt_end)
+        assert torch.equal(found[:, list(own)], part.rule._free_slot(tokens, may_be_empty=True))
 
 
 @pytest.mark.parametrize("slot", [-1, 9])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import combinations
+from math import log
 
 import oracle
 import pytest
@@ -12,7 +13,7 @@ from command_tools import SHORT
 from machines import T4, laptop, planner_of
 
 from h2o_flexgen import KVBudget, UserError
-from h2o_flexgen.kv_cache import RULES, make_rule
+from h2o_flexgen.kv_cache import RULES, make_rule, smoothed
 from h2o_flexgen.kv_cache import full as full_cache
 from h2o_flexgen.planning.memory import Resources
 from h2o_flexgen.planning.workload import Workload
@@ -96,6 +97,12 @@ def test_the_columns_of_long_texts_are_those_of_the_oracle(name, heavy, recent):
         position = torch.arange(max(0, n - recent - 5000), max(0, n - recent), dtype=torch.int32)
         found = rule.on_lattice(position, torch.tensor(n, dtype=torch.int32))
         assert set(position[found].tolist()) == expected.columns(n) & set(position.tolist()), n
+
+
+@pytest.mark.parametrize("decay", [0.5, 0.9995, 0.99999])
+def test_sums_of_fading_observations_are_those_of_the_formula(decay):
+    age = torch.randint(1, 400_000, (3, 2, 9999), dtype=torch.int32)
+    assert torch.equal(smoothed._faded(age, decay), torch.expm1(age * log(decay)) / (decay - 1))
 
 
 # plans and searches
