@@ -297,13 +297,16 @@ class SnapKV(H2O):
 
 
 class Voted(Mean):
-    """Attention per query, of the last `window` queries of the prompt and of those that follow. What the former gave to
-    a token is the most that any of its `pool` neighbours got."""
+    """Attention per query, of which the prompt's count `others`, but for the last `window`: of what these gave, a token
+    gets the most that any of its `pool` neighbours got."""
 
-    def __init__(self, *args, window: int = 8, pool: int = 15, **options):
+    gap = SnapKV.gap
+
+    def __init__(self, *args, window: int = 8, pool: int = 15, others: float = 0.3, **options):
         super().__init__(*args, **options)
         self.voters = window
         self.reach = pool // 2
+        self.others = others
         self.rows: list[dict[int, float]] = []
 
     def see_query(self, i, row):
@@ -312,15 +315,15 @@ class Voted(Mean):
 
     def end_prompt(self, tokens, count):
         super().end_prompt(tokens, count)
-        rows = self.rows[-min(count, self.voters) :]
-        votes = [sum(row.get(j, 0) for row in rows) for j in tokens]
+        rows = self.rows[-count:]
+        votes = [sum(row.get(j, 0) for row in rows[-self.voters :]) for j in tokens]
         for n, j in enumerate(tokens):
-            self.score[j] = max(votes[max(0, n - self.reach) : n + self.reach + 1])
+            self.score[j] -= votes[n] + (1 - self.others) * sum(row.get(j, 0) for row in rows[: -self.voters])
+            self.score[j] += max(votes[max(0, n - self.reach) : n + self.reach + 1])
 
     def rank(self, j, now):
-        return self.score[j] / (now + 1 - max(j, self.prompt - self.voters))
-
-    gap = SnapKV.gap
+        voted = now + 1 - max(j, self.prompt - self.voters)
+        return self.score[j] / (voted + self.others * (now + 1 - j - voted))
 
 
 class Random(H2O):

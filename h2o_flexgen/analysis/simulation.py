@@ -33,11 +33,10 @@ class MaskedCache:
         self.seen = T
         self.prompt = torch.full((B, 1, 1), T, dtype=torch.int32)
         p = probabilities(q, k, torch.ones(T, T, dtype=torch.bool).tril())
-        weights = self.rule.query_weights(torch.arange(T)[None], self.prompt[:, 0] - 1)
-        weights = torch.ones(B, T) if weights is None else weights
-        score = (weights[:, None, None] @ p.sum(2))[:, :, 0]
-        position = torch.arange(T, dtype=torch.int32).expand(score.shape)
-        score = self.rule.prompt_scores(score, position)
+        weights = self.rule.weights_of(torch.arange(T).expand(B, T), self.prompt[:, 0] - 1).view(B, 1, -1, T)
+        received = self.rule.received((weights @ p.sum(2)).squeeze(2))
+        position = torch.arange(T, dtype=torch.int32).expand(B, KV, T)
+        score = self.rule.prompt_scores({"position": position, **received})
         new = {"score": score, "position": position, **self.rule.remember(k, v)}
         self.k = self._with_room(k)
         self.v = self._with_room(v)

@@ -113,22 +113,22 @@ def causal_attention_with_scores(
 
     Args:
         k, v: (B, KV, N, D); the queries belong to the last T of these N tokens, and see all tokens before them.
-        weights: (B, T) fp32, how much each query counts; 0 for padding.
+        weights: (B, T) fp32, how much each query counts; 0 for padding. (B, R, T) for R scores.
         ages: (1 or B, 1 or KV, N - T) int32, how many tokens before the first query each key before it is, EMPTY for a
             place without a token; None if they are the tokens right before it.
 
     Returns:
-        context (B, H, T, D) and score (B, KV, N) fp32; score[j] = sum of weights[i] p[i, j] over the queries i >= j
-        of all heads of the group.
+        context (B, H, T, D) and score (B, KV, N) or (B, KV, R, N) fp32; score[j] = sum of weights[i] p[i, j] over the
+        queries i >= j of all heads of the group.
     """
     B, KV, N, _ = k.shape
-    score = torch.zeros(k.shape[:3], dtype=torch.float32, device=q.device)
-    weights = weights.repeat_interleave(KV, 0)
+    score = torch.zeros(B, KV, *weights.shape[1:-1], N, dtype=torch.float32, device=q.device)
+    weights = weights.view(B, -1, q.shape[2]).repeat_interleave(KV, 0)
     if ages is None:
         softmax = softmax.within(N)
     else:
         ages = ages.expand(B, KV, -1).flatten(0, 1)
-    return _chunked(q, k, v, softmax, score.flatten(0, 1), weights, ages), score
+    return _chunked(q, k, v, softmax, score.view(B * KV, -1, N), weights, ages), score
 
 
 def _chunked(
@@ -144,7 +144,8 @@ def _chunked(
     no (T, N) matrix of a whole batch is ever in memory.
 
     Args:
-        score: (B * KV, N) fp32, to which the attention that each key receives is added, with `weights` (B * KV, T).
+        score: (B * KV, R, N) fp32, to which the attention that each key receives is added.
+        weights: (B * KV, R, T).
         ages: (B * KV, N - T) int32.
     """
     B, H, T, D = q.shape
@@ -173,8 +174,7 @@ def _chunked(
                 scratch.hide_past(logits, few_ages, queries)
             p = scratch.probabilities(logits, None if sinks is None else sinks[heads])
             if score is not None:
-                weight = weights[heads, queries].repeat(1, G)[:, None]
-                score[heads, keys] += torch.bmm(weight, p)[:, 0]
+                score[heads, :, keys] += torch.bmm(weights[heads, :, queries].repeat(1, 1, G), p)
             scratch.write_context(p, few_v[:, keys], context[heads, :, queries])
     return context.view(B, H, T, D)
 

@@ -128,8 +128,8 @@ class BudgetRule(CacheRule):
         return self.recent
 
     def query_weights(self, position: Tensor, newest: Tensor) -> Tensor | None:
-        """(B, T) fp32: the weight of each query's attention in a prompt's scores; None: 1. position (B, T) of the
-        queries, newest (B, 1) the last real one."""
+        """(B, T) fp32: the weight of each query's attention in a prompt's scores; None: 1. Or (B, 2, T), whose second
+        half counts as `votes`. position (B, T) of the queries, newest (B, 1) the last real one."""
         return None
 
     def remember(self, k: Tensor, v: Tensor) -> dict[str, Tensor]:
@@ -163,10 +163,10 @@ class BudgetRule(CacheRule):
         must do so `count` times."""
         return self.step_scores(score, received)
 
-    def prompt_scores(self, score: Tensor, position: Tensor) -> Tensor:
-        """(B, KV, N): the scores of all tokens of a prompt, from the weighted attention (B, KV, N) that they received;
-        position (B, KV, N), -1 for padding, else ascending."""
-        return score
+    def prompt_scores(self, metadata: dict[str, Tensor]) -> Tensor:
+        """(B, KV, N): the scores with which the tokens of a prompt enter the cache. `metadata`: (B, KV, N) by name, of
+        all of them: `score`, and `votes` if there are any; `position` ascends, but for padding, -1."""
+        return metadata["score"]
 
     # the prompt
 
@@ -203,11 +203,12 @@ class BudgetRule(CacheRule):
         if self.rope:
             q, keys = self._rolled(q, keys, past_len, past_end)
         context, score = causal_attention_with_scores(q, keys, text.v, weights, ages, self.softmax.with_sinks(sinks))
+        received = self.received(score)
+        text.metadata.update(received)
         if past_end:  # so far `score` counts the new queries alone
-            received = score[:, :, :past_end]
+            received = received["score"][:, :, :past_end]
             before = past.metadata["score"].expand(received.shape).clone()
             received.copy_(self.prompt_step_scores(before, received, column(rows.new, k.device)))
-        text.metadata["score"] = score
         return context, text
 
     def _ages(self, past: Text, rows: Rows) -> Tensor | None:
@@ -223,11 +224,18 @@ class BudgetRule(CacheRule):
         return torch.where(place < cached_len, ages, EMPTY)
 
     def weights_of(self, position: Tensor, newest: Tensor, prompt_end: Tensor | None = None) -> Tensor:
-        """(B, T) fp32: `query_weights`, and 0 for padding, which is after `newest`. `prompt_end`: position of the
-        prompt's last token, if it is not `newest`."""
+        """`query_weights`, and 0 for padding, which is after `newest`. `prompt_end`: position of the prompt's last
+        token, if it is not `newest`."""
         weights = self.query_weights(position, newest if prompt_end is None else prompt_end)
-        real = position <= newest
-        return real.float() if weights is None else torch.where(real, weights, 0.0)
+        real = (position <= newest).float()
+        if weights is None:
+            return real
+        return weights * (real if weights.dim() == 2 else real[:, None])
+
+    @staticmethod
+    def received(score: Tensor) -> dict[str, Tensor]:
+        """{name: (B, KV, N)} of what tokens received with `weights_of`."""
+        return {"score": score} if score.dim() == 3 else dict(zip(("score", "votes"), score.unbind(2)))
 
     def _rolled(self, q: Tensor, k: Tensor, past_len: Tensor, past_end: int) -> tuple[Tensor, Tensor]:
         """Queries and keys rotated to their ranks. The first `past_end` keys are cached tokens, `past_len` (B,) of each
@@ -240,8 +248,8 @@ class BudgetRule(CacheRule):
     def keep(self, cache: KVTensors, text: Text) -> None:
         position = text.metadata["position"]
         newest = position[:, :1].amax(2, keepdim=True)
-        scores = {"score": self.prompt_scores(text.metadata["score"], position)}
-        tokens = Tokens(text.metadata | scores, newest, newest + 1)
+        scores = self.prompt_scores(text.metadata)
+        tokens = Tokens(text.metadata | {"score": scores}, newest, newest + 1)
         k, v = text.stored
         kept = min(self.slots, k.shape[2])
         best = self.chosen(tokens, kept)

@@ -1,4 +1,4 @@
-"""Keep what the end of the prompt asks for, then what attention returns to."""
+"""Keep what the end of the prompt asks for, and what attention returns to."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from h2o_flexgen.kv_cache.rule import Tokens
 
 @dataclass(frozen=True)
 class VotedCache(MeanAttentionCache):
-    """The mean of attention with the votes of SnapKV for the prompt: our own.
+    """The mean of attention, with SnapKV's votes for the prompt: our own.
 
-    Keeps the last `recent` tokens and, of the others, the `heavy` ones that received most attention per query, of the
-    last `window` queries of the prompt and of those that follow. A token of the prompt counts as much as that of its
-    `pool` neighbours which received most from the former, so that it stays with its context (SnapKV, arXiv 2404.14469,
-    section 4).
-    Why: the question stands at the end of a prompt, and what it attends to is what the output will need. The mean over
-    all queries of a prompt drops what the text itself never returns to.
-
-    In a stream the queries of each new text vote, and what came before counts no more.
+    Keeps the last `recent` tokens and, of the others, the `heavy` ones that received most attention per query. The last
+    `window` queries of the prompt vote: a token counts what they gave to the one among its `pool` neighbours that got
+    most, so that it stays with its context (SnapKV, arXiv 2404.14469, section 4). Each query before them counts only
+    `others`, each one after the prompt 1.
+    Why: the question stands at the end of a prompt, and what it attends to is what the output will need. A mean over
+    all queries drops what the text itself never returns to; votes alone drop what it does return to.
 
     Args:
         window: number of the last queries of the prompt, which vote.
         pool: size of a neighbourhood, including the token itself; odd.
+        others: weight of a query that does not vote, in [0, 1]; 1 without a neighbourhood is the mean.
     """
 
     window: int = 8
     pool: int = 15
+    others: float = 0.3
 
     name = "voted"
 
@@ -39,23 +39,23 @@ class VotedCache(MeanAttentionCache):
         super().__post_init__()
         self.require(self.window >= 1, "window must be 1 or more")
         self.require(self.pool % 2 == 1 and self.pool >= 1, "pool must be odd, 1 or more")
+        self.require(0 <= self.others <= 1, "others must lie in [0, 1]")
 
     @property
     def voters(self) -> int:
         return self.window
 
     def query_weights(self, position: Tensor, newest: Tensor) -> Tensor:
-        return (position > newest - self.window).float()
+        votes = (position > newest - self.window).float()
+        return torch.stack([self.others * (1 - votes), votes], 1)
 
-    def prompt_step_scores(self, score: Tensor, received: Tensor, count: Tensor) -> Tensor:
-        return received
-
-    def prompt_scores(self, score: Tensor, position: Tensor) -> Tensor:
+    def prompt_scores(self, metadata: dict[str, Tensor]) -> Tensor:
         # padding between cached and new tokens must not part neighbours
-        real = (position < 0).sort(dim=-1, stable=True).indices
-        pooled = F.max_pool1d(score.gather(-1, real), self.pool, 1, self.pool // 2)
-        return torch.empty_like(score).scatter_(-1, real, pooled)
+        order = (metadata["position"] < 0).sort(dim=-1, stable=True).indices
+        most = F.max_pool1d(metadata["votes"].gather(-1, order), self.pool, 1, self.pool // 2)
+        return torch.empty_like(most).scatter_(-1, order, most).add_(metadata["score"])
 
     def rank(self, tokens: Tokens) -> Tensor:
-        seen = tokens.newest + 1 - torch.maximum(tokens.position, tokens.prompt - self.window)
-        return tokens.score / seen
+        voted = tokens.newest + 1 - torch.maximum(tokens.position, tokens.prompt - self.window)
+        seen = tokens.newest + 1 - tokens.position
+        return tokens.score / (voted + self.others * (seen - voted))

@@ -108,8 +108,8 @@ class Probe:
         n = torch.full((len(k), 1, 1), self.prompt, dtype=torch.int32)
         weights = self.rules[0].weights_of(position.expand(len(k), -1), n[:, 0] - 1)  # the same for any number of slots
         _, score = causal_attention_with_scores(q, k, v, weights)
-        position = position.expand(score.shape)
-        score = self.rules[0].prompt_scores(score, position)
+        position = position.expand(k.shape[:3])
+        score = self.rules[0].prompt_scores({"position": position, **self.rules[0].received(score)})
         found = []
         for rule in self.rules:
             tokens = Tokens({"score": score, "position": position, **rule.remember(k, v)}, n - 1, n)

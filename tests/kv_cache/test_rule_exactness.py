@@ -135,7 +135,9 @@ OPTIONS = {
         st.sampled_from([1, 3, 7]),
         st.sampled_from(["max", "avg"]),
     ),
-    "voted": st.builds(":window={}:pool={}".format, st.sampled_from([1, 2, 16]), st.sampled_from([1, 3, 7])),
+    "voted": st.builds(
+        ":window={}:pool={}:others={}".format, *map(st.sampled_from, ([1, 2, 16], [1, 3, 7], [0.0, 0.3, 1.0]))
+    ),
 }
 
 
