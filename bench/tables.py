@@ -156,8 +156,7 @@ AIMS = [
     ("llama-1b 128+128", "ours, H2O, int8 matmuls Q8_0", "llama.cpp Q8_0", 5),
     ("llama-1b 128+128 Q8_0", "ours, H2O, int8 matmuls Q8_0", "llama.cpp Q8_0", 2.5),
     ("llama-1b 128+128", "ours, H2O, int8 matmuls Q4_0", "llama.cpp Q4_0", 3),
-    ("llama-1b 128+128 uncapped", "ours, H2O, int8 matmuls Q4_0", "llama.cpp Q4_0", 3),
-    ("llama-1b 128+128 uncapped", "ours, H2O, int8 matmuls Q8_0", "llama.cpp Q8_0", 3),
+    ("llama-1b 128+128 uncapped", "ours, H2O + int8 Q4_0", "llama.cpp Q4_0", 2.4),
     ("smollm2 512+64", "ours, H2O, int8 matmuls Q4_1", "transformers Q4_1", 3),
 ]
 
