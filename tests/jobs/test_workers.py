@@ -17,7 +17,7 @@ from stub_engine import StubLLM
 from h2o_flexgen import KVBudget, Policy, SamplingParams, UserError
 from h2o_flexgen.engine.params import PoolingParams
 from h2o_flexgen.engine.runner import NAN_EVERYWHERE
-from h2o_flexgen.jobs import cluster, input
+from h2o_flexgen.jobs import cluster, input, ray
 from h2o_flexgen.jobs.cluster import Workers, shares_of
 from h2o_flexgen.jobs.dispatch import FATAL
 from h2o_flexgen.jobs.job import Job
@@ -343,3 +343,82 @@ def test_workers_that_always_die_while_they_load_are_an_error(model):
     with pytest.raises(UserError, match="worker 0: no memory"):
         with crew(model, 2, Hopeless):
             pass
+
+
+def test_a_worker_that_dies_between_plan_and_run_is_replaced(model, tmp_path):
+    """What it has planned is nothing that the next process knows."""
+    llm_class = type("LocalLLM", (RayLLM,), {"worker_class": StubWorker})
+    with llm_class(Workers(2), model=str(model), **FP32) as llm:
+        warn = ray.on_one_disk
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ray, "on_one_disk", lambda crew, plans: crew.workers[1].actor.die() or warn(crew, plans))
+            found = run(llm, tmp_path, many(50))
+        assert [worker["deaths"] for worker in llm.report["workers"]] == [0, 1]
+    assert found == alone(model, tmp_path, many(50))
+
+
+class Locked(StubWorker):
+    """Cannot begin its second run."""
+
+    begun = 0
+
+    def begin(self, *args):
+        self.begun += 1
+        if self.begun == 2:
+            raise MemoryError("no thread")
+        super().begin(*args)
+
+
+def test_a_run_that_cannot_begin_loses_no_row(model, tmp_path):
+    with crew(model, 2, Locked) as llm:
+        assert run(llm, tmp_path, many(50)) == alone(model, tmp_path, many(50))
+        assert run(llm, tmp_path, many(50), "again.jsonl") == read_rows(tmp_path / "alone.jsonl")
+        assert sum(worker["deaths"] for worker in llm.report["workers"]) > 0
+
+
+def test_a_worker_that_joins_later_keeps_to_its_memory(model, tmp_path, monkeypatch, caplog):
+    class Noted(StubWorker):
+        given = []
+
+        def load(self, options, shares):
+            Noted.given.append(options["mem"])
+            return super().load(options, shares)
+
+    monkeypatch.setattr(cluster, "shares_of", lambda *_: {"another machine": {"mem": 1 << 20}})
+    llm_class = type("LocalLLM", (RayLLM,), {"worker_class": Noted})
+    with llm_class(Workers(2, mem=3 << 30), model=str(model), **FP32) as llm:
+        llm.crew.settings = replace(llm.crew.settings, dtype="bfloat16")
+        llm.crew.arrive(1, replace(llm.crew.places[1], cpu="another"))
+        llm.crew.arrive(1, llm.crew.places[1])
+        assert caplog.text.count("different processors") == 1
+        run(llm, tmp_path, many(5))
+    assert set(Noted.given) == {3 << 30}
+
+
+def ray_of(*nodes: dict, **found) -> SimpleNamespace:
+    """A running Ray, whose machines have these resources."""
+    total = {"CPU": sum(node.get("CPU", 0) for node in nodes), **found}
+    alive = [{"Alive": True, "Resources": node} for node in nodes]
+    return SimpleNamespace(is_initialized=lambda: True, cluster_resources=lambda: total, nodes=lambda: alive)
+
+
+def test_machines_without_cores_have_no_worker(monkeypatch):
+    """As the head of a cluster that shall run none."""
+    monkeypatch.setattr(cluster, "_import_ray", lambda: ray_of({"memory": 1.0}, {"CPU": 8.0}, {"CPU": 8.0}))
+    assert cluster.Cluster(Workers(address="auto"), "cpu").count == 2
+    assert cluster.Cluster(Workers(4, "auto"), "cpu").asked == "4 cores"
+    assert cluster.Cluster(Workers(2, "auto", mem=3 << 30), "cpu").asked == "8 cores, 3.00 GiB of RAM"
+
+
+def test_a_cluster_without_room_is_said(model, monkeypatch, caplog):
+    class Late(StubWorker):
+        def place(self, offload_dir):
+            while "as soon as there is more" not in caplog.text:
+                time.sleep(0.01)
+            return super().place(offload_dir)
+
+    monkeypatch.setattr(cluster, "PLACE_SECONDS", 0.0)
+    monkeypatch.setattr(cluster, "LOOK_SECONDS", 0.05)
+    with crew(model, 1, Late):
+        pass
+    assert "the cluster has room for 0 of 1 workers with 1 core each: the job begins as soon as" in caplog.text
