@@ -5,7 +5,7 @@
     python -m bench.workers speed      # two workers of one core beside one, in turns; the machine must be idle
 
 `million` stops a job by SIGKILL at nine tenths of its rows and goes on; imports and Ray's start are not counted, and
-the peak RAM is the driver's. `speed` runs a random LLaMA-shaped model in float32, all in RAM. Results go to
+the peak RAM is the driver's. `speed` runs a random model of the shape of OPT in float32, all in RAM. Results go to
 docs/benchmarks/workers_*.json.
 """
 
@@ -172,9 +172,16 @@ class Disturbed:
         return [sys.executable, "-m", "h2o_flexgen", "generate", *map(str, words)]
 
     def start_cluster(self) -> None:
-        ray = str(Path(sys.executable).with_name("ray"))
         options = ["--head", "--port", PORT, "--num-cpus", 2, "--include-dashboard=false", "--temp-dir", self.sessions]
-        argv = [ray, "start", *map(str, options), "--object-store-memory", str(100 << 20)]
+        argv = [
+            sys.executable,
+            "-m",
+            "ray.scripts.scripts",
+            "start",
+            *map(str, options),
+            "--object-store-memory",
+            str(100 << 20),
+        ]
         subprocess.run(argv, env=self.env, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
     def start_driver(self) -> None:
