@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -20,6 +21,8 @@ log = logging.getLogger(__name__)
 
 #: seconds that a cluster has to place all workers; those that come later join in
 PLACE_SECONDS = 60.0
+#: seconds to reach a cluster
+CONNECT_SECONDS = 10.0
 #: seconds between looks for a signal
 LOOK_SECONDS = 0.5
 #: bytes of Ray's object store on this machine: rows on their way
@@ -143,6 +146,8 @@ def _import_ray():
 
 def _connect(ray, address: str | None) -> None:
     """Connect to a cluster, or start one on this machine. Raises UserError if that fails."""
+    if address is not None:
+        _check_reachable(address)
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     handlers = {s: signal.getsignal(s) for s in interrupts.STOPPING}  # Ray sets its own
@@ -158,6 +163,17 @@ def _connect(ray, address: str | None) -> None:
     finally:
         for s, handler in handlers.items():
             signal.signal(s, handler)
+
+
+def _check_reachable(address: str) -> None:
+    """Raises UserError if nothing listens at an address, where Ray would try for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not port.isdigit():  # auto
+        return
+    try:
+        socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
+    except (OSError, OverflowError) as e:
+        raise UserError(f"there is no Ray cluster at `ray` {address}: {reason(e)}") from None
 
 
 def _last_line(error: Exception) -> str:

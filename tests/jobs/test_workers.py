@@ -297,9 +297,17 @@ def test_a_cluster_of_another_version_is_refused(monkeypatch):
 
     fake = SimpleNamespace(is_initialized=lambda: False, init=init)
     monkeypatch.setattr(cluster, "_import_ray", lambda: fake)
+    monkeypatch.setattr(cluster, "_check_reachable", lambda address: None)
     message = "cannot use the Ray cluster at `ray` head:6379: Version mismatch: .* Ray: 2.40.0 Python: 3.11.2$"
     with pytest.raises(UserError, match=message):
         cluster.Cluster(Workers(2, "head:6379"), "cpu")
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "127.0.0.1:99999", "ray://127.0.0.1:1"])
+def test_an_address_where_nothing_listens(address, monkeypatch):
+    monkeypatch.setattr(cluster, "_import_ray", lambda: SimpleNamespace(is_initialized=lambda: False))
+    with pytest.raises(UserError, match=f"there is no Ray cluster at `ray` {address}: "):
+        cluster.Cluster(Workers(2, address), "cpu")
 
 
 def test_options_of_workers_need_workers(refused, model):
