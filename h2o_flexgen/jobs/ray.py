@@ -159,6 +159,7 @@ class Run:
                     self._go_on(self._waiting.pop(ref), ref)
                 shown.update(self._write())
         finally:
+            self._write()  # rows that had ended before an error
             shown.close()
         return self._report()
 

@@ -214,6 +214,21 @@ def test_an_error_of_the_user_names_the_worker(model, tmp_path):
             run(llm, tmp_path, many(5))
 
 
+def test_rows_that_had_ended_before_an_error_are_kept(model, tmp_path, monkeypatch):
+    note = ray.Run._note
+
+    def failing(self, n, ended):
+        note(self, n, ended)
+        if ended:
+            raise UserError(f"{len(ended)} had ended")
+
+    monkeypatch.setattr(ray.Run, "_note", failing)
+    with crew(model, 2) as llm:
+        with pytest.raises(UserError, match="had ended") as error:
+            run(llm, tmp_path, many(40))
+    assert len(read_rows(tmp_path / "out.jsonl")) >= int(str(error.value).split()[0])
+
+
 class Doubtful(StubWorker):
     """A worker that sees only rows that give NaN, until it is told that the model is sound."""
 
