@@ -275,7 +275,7 @@ def kills(rows: int) -> None:
         job = Disturbed(folder, rows)
         job.run()
         seconds = time.time() - begin
-        subprocess.run(job.command("alone.jsonl"), cwd=common.ROOT, env=job.env, check=True)
+        subprocess.run(job.command("alone.jsonl", "--gpu-batch-size", 64), cwd=common.ROOT, env=job.env, check=True)
         ours = (folder / "out.jsonl").read_text().splitlines()
         alone = (folder / "alone.jsonl").read_text().splitlines()
     assert len(ours) == len(alone) == rows, "a row is lost or doubled"
@@ -321,7 +321,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("what", choices=("million", "kills", "speed", "stub"))
     parser.add_argument("rest", nargs="*")
-    parser.add_argument("--rows", type=int, default=600)
+    parser.add_argument("--rows", type=int, default=300)
     args = parser.parse_args()
     if args.what == "stub":
         run_stub(Path(args.rest[0]), int(args.rest[1]))

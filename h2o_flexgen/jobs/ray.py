@@ -35,6 +35,8 @@ from h2o_flexgen.utils.progress import bar
 
 log = logging.getLogger(__name__)
 
+#: so often a worker may die before its first row in a job that has begun: machines are lost, or somebody kills them
+MOST_STARTS = 20
 #: options of `LLM` that the driver, which computes nothing, has as its workers do
 DRIVERS = "model path compress_weight chat_template_kwargs progress observer".split()
 #: options of the workers that `EngineArgs` resolves on the driver, some by files that only it has
@@ -197,7 +199,7 @@ class Run:
 
     def _life(self, n: int) -> Generator:
         """A worker, and those that replace it when it has died."""
-        while self._failures[n] < MOST_DEATHS:
+        while self._failures[n] < (MOST_DEATHS if self.begun is None else MOST_STARTS):
             try:
                 yield from self._work(n)
             except WorkerDied as e:
@@ -206,7 +208,8 @@ class Run:
                 self._bury(n, e, has_begun)
         del self._lives[n]
         if not self._lives:
-            raise UserError(f"every worker has died {MOST_DEATHS} times before its first row: {self.tallies[n].error}")
+            times = f"{self._failures[n]} times before its first row"
+            raise UserError(f"every worker has died {times}: {self.tallies[n].error}")
 
     def _bury(self, n: int, error: WorkerDied, has_begun: bool) -> None:
         """A worker has died: its rows go to others."""

@@ -202,6 +202,29 @@ def test_workers_that_never_begin_end_the_job(model, tmp_path):
     assert not (tmp_path / "out.jsonl").exists()
 
 
+class Starved(StubWorker):
+    """Dies in the middle of its first run, and then before it begins, a few times."""
+
+    starts = 0
+
+    class llm_class(MortalLLM):
+        def run(self, job, writer):
+            Starved.starts += 1
+            if 1 < Starved.starts < 9:
+                raise Died("before its first row")
+            super().run(job, writer)
+
+        def meet(self, s):
+            if Starved.starts == 1 and s.index > 20:
+                raise Died("in the middle")
+
+
+def test_a_job_that_has_begun_outlives_workers_that_die_before_their_first_row(model, tmp_path):
+    with crew(model, 1, Starved) as llm:
+        assert run(llm, tmp_path, many(60)) == alone(model, tmp_path, many(60))
+        assert llm.report["workers"][0]["deaths"] == 8
+
+
 class Broken(StubWorker):
     class llm_class(MortalLLM):
         def run(self, job, writer):
