@@ -94,6 +94,8 @@ class Actor:
 class LocalCluster:
     """As `jobs.cluster.Cluster`."""
 
+    asked = "1 core"
+
     def __init__(self, wanted: Workers, device: str):
         self.wanted = wanted
         self.count = wanted.count

@@ -51,8 +51,8 @@ def make_parser(prog: str) -> options.Parser:
 def run(args: argparse.Namespace) -> None:
     if args.percent is not None and args.policy is not None:
         raise UserError("--percent contradicts --policy: give one of the two")
-    check_form(args.output_file)
     options.check_files(args, reads=("input_file", "policy", "hardware"), writes=("output_file", "report"))
+    check_form(args.output_file)
 
     from h2o_flexgen.jobs.job import Job
     from h2o_flexgen.llm import LLM

@@ -274,11 +274,11 @@ def check(args: argparse.Namespace) -> None:
     for name in ("restart", "retry_errors"):
         if getattr(args, name) and args.output_file is None:
             raise UserError(f"{options.option(name)} is for a job with an --output-file")
-    if args.output_file is not None:
-        check_form(args.output_file)
     options.check_files(
         args, reads=("input_file", "json_schema", "policy", "hardware", "quality"), writes=("output_file", "report")
     )
+    if args.output_file is not None:
+        check_form(args.output_file)
 
 
 def check_policy(args: argparse.Namespace) -> None:

@@ -231,11 +231,16 @@ def check_files(
         given = getattr(args, name)
         if given is None or (given == "-" and name in reads):
             continue
+        final = os.path.realpath(given)
         given = journal_of(given) if name == "output_file" else given
         path = os.path.realpath(given)
-        if path in seen:
-            raise UserError(f"{seen[path]} and {option(name)} name the same file: {path}")
-        seen[path] = option(name)
+        for each in {final, path}:
+            if each in seen:
+                raise UserError(f"{seen[each]} and {option(name)} name the same file: {each}")
+        folder = os.path.dirname(path)
+        if name in writes and folder in seen:
+            raise UserError(f"{option(name)} is in the folder of {seen[folder]}, of which it would be a part: {folder}")
+        seen |= {final: option(name), path: option(name)}
         if name == "output_file":
             seen[f"{path}.manifest.json"] = "the manifest of --output-file"
         if name in writes:

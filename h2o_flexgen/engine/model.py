@@ -133,7 +133,7 @@ class LoadedModel:
                         f"the tokenizer makes token {token!r} of this text, but {limit}: it belongs to another model"
                     )
                 raise UserError(f"token ids are whole numbers below {self.spec.vocab}, the vocabulary, not {token!r}")
-        return list(map(int, ids))
+        return list(ids) if is_fine else list(map(int, ids))
 
     def answer_parser(self, prompt: Prompt) -> AnswerParser | None:
         """How the answer to a prompt that `encode` takes is split; None if it is not. Raises UserError as `encode`."""

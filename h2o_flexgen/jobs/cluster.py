@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -20,6 +21,8 @@ log = logging.getLogger(__name__)
 
 #: seconds that a cluster has to place all workers; those that come later join in
 PLACE_SECONDS = 60.0
+#: seconds to reach a cluster
+CONNECT_SECONDS = 10.0
 #: seconds between looks for a signal
 LOOK_SECONDS = 0.5
 #: bytes of Ray's object store on this machine: rows on their way
@@ -77,8 +80,8 @@ class Cluster:
         found = self.ray.cluster_resources()
         cores = int(found.get("CPU", 0))
         gpus = 0 if device == "cpu" else int(found.get("GPU", 0))
-        machines = sum(node["Alive"] for node in self.ray.nodes())
-        self.count = self.wanted.count or gpus or machines
+        machines = sum(node["Alive"] and node["Resources"].get("CPU", 0) > 0 for node in self.ray.nodes())
+        self.count = self.wanted.count or gpus or max(1, machines)
         cpus = self.wanted.cpus or max(1, cores // max(self.count, machines))
         self._resources = {"num_cpus": cpus, "num_gpus": int(gpus > 0)}
         if self.wanted.address is not None:
@@ -87,6 +90,14 @@ class Cluster:
         if self.wanted.address is None and room < self.count:
             kind = "a GPU" if 0 < gpus < self.count else f"{cpus} core{'s' * (cpus > 1)}"
             raise UserError(f"`workers` {self.count} with {kind} each: this machine has room for {room}")
+
+    @property
+    def asked(self) -> str:
+        """What Ray reserves for each worker, in words."""
+        cpus = self._resources["num_cpus"]
+        mem = self._resources.get("memory")
+        gpu = ", a GPU" * self._resources["num_gpus"]
+        return f"{cpus} core{'s' * (cpus > 1)}{gpu}{f', {gib(mem)} of RAM' if mem else ''}"
 
     def actor(self, kind: type[Worker]):
         """A new worker; Ray places it as soon as there is room."""
@@ -135,6 +146,8 @@ def _import_ray():
 
 def _connect(ray, address: str | None) -> None:
     """Connect to a cluster, or start one on this machine. Raises UserError if that fails."""
+    if address is not None:
+        _check_reachable(address)
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     handlers = {s: signal.getsignal(s) for s in interrupts.STOPPING}  # Ray sets its own
@@ -150,6 +163,17 @@ def _connect(ray, address: str | None) -> None:
     finally:
         for s, handler in handlers.items():
             signal.signal(s, handler)
+
+
+def _check_reachable(address: str) -> None:
+    """Raises UserError if nothing listens at an address, where Ray would try for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not port.isdigit():  # auto
+        return
+    try:
+        socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
+    except (OSError, OverflowError) as e:
+        raise UserError(f"there is no Ray cluster at `ray` {address}: {reason(e)}") from None
 
 
 def _last_line(error: Exception) -> str:
@@ -198,6 +222,7 @@ class Crew:
         self._load(self.first)
         self.settings: Settings = self.get(self.first, lambda worker: worker.settings)
         self.options |= {"dtype": self.settings.dtype, "operands": self.settings.operands}
+        self._cpus = {place.cpu for place in self.places.values()}
         for n in range(cluster.count):
             if n != self.first:
                 self._load(n)
@@ -212,10 +237,14 @@ class Crew:
             for ref in self.cluster.ready([*waiting], LOOK_SECONDS):
                 n = waiting[ref]
                 self.places[n] = self.get(n, lambda worker: worker.place)
-            if self.places and time.monotonic() > until:
-                room = f"the cluster has room for {len(self.places)} of {count} workers"
+            if len(self.places) == count or time.monotonic() < until:
+                continue
+            room = f"the cluster has room for {len(self.places)} of {count} workers with {self.cluster.asked} each"
+            if self.places:
                 log.warning("%s: the others join in as soon as there is more", room)
                 return
+            log.warning("%s: the job begins as soon as there is more", room)
+            until += PLACE_SECONDS
 
     def worker(self, n: int) -> Hired:
         """A worker, which is started if there is none."""
@@ -228,19 +257,23 @@ class Crew:
 
     def _load(self, n: int) -> None:
         worker = self.worker(n)
-        worker.settings = worker.actor.load.remote(self.options, self.shares)
+        mem = self.cluster.wanted.mem or self.options["mem"]  # on a machine that has joined in later
+        worker.settings = worker.actor.load.remote(self.options | {"mem": mem}, self.shares)
+
+    def arrive(self, n: int, place: Place) -> None:
+        """Note where a worker is, which may have been started later than the others."""
+        self.places[n] = place
+        if place.cpu not in self._cpus:
+            self._cpus.add(place.cpu)
+            warn_of_processors([*self.places.values()], self.settings.dtype)
 
     def check(self, n: int, settings: Settings) -> None:
         """Raises UserError for a worker with another model than the first one."""
         if settings.fingerprint != self.settings.fingerprint:
             raise UserError(f"its model is not that of {self.name(self.first)}: give all machines the same files")
 
-    def replace(self, n: int) -> None:
-        """Kill a worker, if it lives, and start another one in its place."""
-        self._kill(n)
-        self.worker(n)
-
-    def _kill(self, n: int) -> None:
+    def remove(self, n: int) -> None:
+        """Kill a worker, if it lives; `worker` starts another one in its place."""
         if self.workers[n] is not None:
             self.cluster.kill(self.workers[n].actor)
             self.workers[n] = None
@@ -248,7 +281,7 @@ class Crew:
 
     def kill(self) -> None:
         for n in range(len(self.workers)):
-            self._kill(n)
+            self.remove(n)
 
     def get(self, n: int, call: Callable[[Hired], object]):
         """What a call of a worker returns, which may take a while; if the worker dies, of the one in its place.
@@ -267,7 +300,7 @@ class Crew:
             except WorkerDied as e:
                 log.warning("%s has died: %s", self.name(n), e)
                 error = self.named(n, e)
-                self.replace(n)
+                self.remove(n)
         raise error
 
     def named(self, n: int, error: Exception) -> UserError:

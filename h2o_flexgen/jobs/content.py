@@ -35,8 +35,8 @@ HEAD_BYTES = 8
 HEADER = re.compile(rb'"?[\w .-]+"?([,;\t]"?[\w .-]+"?)+')
 #: a string in JSON, or the rest of the line if its end is missing
 STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?')
-#: bytes that are read at once
-BLOCK = 1 << 18
+#: bytes that are read at once; the allocator maps larger pieces anew each time, which takes longer than reading them
+BLOCK = 1 << 16
 #: bytes of the longest line
 LONGEST = 256 << 20
 #: bytes of a temporary file that stay in memory

@@ -42,7 +42,7 @@ class Dispatch:
 
     Args:
         rows: read as workers ask for them.
-        count: how many there are, at least.
+        count: how many there are; if there are more, nobody knows what a share of them is.
         workers: how many share them.
 
     Attributes:
@@ -84,7 +84,8 @@ class Dispatch:
             found = self._alone[worker].rows
         else:
             share = max(1, -(-self.left // len(self.held)))
-            found = self._next(min(count, share - len(held)))
+            is_known = not self._next_row or self._next_row[0][0] < self.count
+            found = self._next(min(count, share - len(held)) if is_known else count)
         held.update(found)
         return found
 

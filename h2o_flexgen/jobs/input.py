@@ -8,7 +8,6 @@ import random
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import chain, repeat
 
 import numpy as np
 
@@ -19,6 +18,9 @@ from h2o_flexgen.jobs.content import check_no_table
 from h2o_flexgen.jobs.keys import RowError, sampling
 from h2o_flexgen.jobs.parts import open_content
 from h2o_flexgen.utils.texts import builtin_text
+
+#: digests as bytes
+DIGEST = np.dtype(">u8")
 
 
 @dataclass
@@ -96,19 +98,22 @@ class Rows:
         self.name = name
         self.lines = lines
         self.parse = parse
-        self.has_objects = False
-        known = array("Q")
-        old = chain([] if before is None else before.tolist(), repeat((None, None)))
-        for index, ((number, line), (id, digest)) in enumerate(zip(self._numbered(), old)):
-            if digest is not None and short_hash(line) == digest:
-                known.extend((id, digest))
-                continue
-            row = parse(line, index, number)
-            known.extend((id_hash(row.id), int(row.digest, 16)))
-            self.has_objects |= not isinstance(row.prompt, NotAnObject)
-        self.known = np.array(known, np.uint64).reshape(-1, 2)
-        self.has_objects |= before is not None  # it was a job's input
+        self.has_objects = before is not None  # it was a job's input
+        self.known = self._read(np.empty((0, 2), np.uint64) if before is None else before)
         self._check_ids()
+
+    def _read(self, before: np.ndarray) -> np.ndarray:
+        """`known`, of all lines."""
+        known = array("Q", before.tobytes())
+        old = before[:, 1].astype(DIGEST).tobytes()
+        index = -1
+        for index, (number, line) in enumerate(self._numbered()):
+            if hashlib.sha256(line).digest()[:8] == old[8 * index : 8 * index + 8]:
+                continue
+            row = self.parse(line, index, number)
+            known[2 * index : 2 * index + 2] = array("Q", (id_hash(row.id), int(row.digest, 16)))
+            self.has_objects |= not isinstance(row.prompt, NotAnObject)
+        return np.array(known[: 2 * index + 2], np.uint64).reshape(-1, 2)
 
     def __len__(self) -> int:
         return len(self.known)
@@ -213,7 +218,7 @@ def parse_text(line: bytes, index: int, number: int) -> Row:
 
 def _object(line: bytes) -> dict:
     try:
-        data = json.loads(line, object_pairs_hook=_without_duplicates)
+        data = OBJECT.decode(line.decode(json.detect_encoding(line), "surrogatepass"))
     except (ValueError, RecursionError) as e:
         if isinstance(e, UserError):
             raise
@@ -231,6 +236,10 @@ def _without_duplicates(pairs: list[tuple]) -> dict:
         twice = next(name for name in names if names.count(name) > 1)
         raise UserError(f"the key {twice!r} appears twice: leave one out")
     return found
+
+
+#: `json.loads` would make one for each line
+OBJECT = json.JSONDecoder(object_pairs_hook=_without_duplicates)
 
 
 def _prompt(data: dict) -> str | list[int] | Conversation:

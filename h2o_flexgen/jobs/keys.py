@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import fields
+from functools import lru_cache
 
 from h2o_flexgen.engine.structured import Structured
 from h2o_flexgen.errors import UserError
@@ -146,7 +147,7 @@ def sampling(data: dict, is_body: bool = False) -> dict:
     for name, value in data.items():
         if (known := known_name(name)) not in labels:
             _check_key(name, known, value)
-    found = {name: data[name] for name in SAMPLING if not is_empty(data.get(name))}
+    found = {name: data[name] for name in SAMPLING if name in data and not is_empty(data[name])}
     if data.get("max_completion_tokens") is not None:  # the newer name takes precedence
         found["max_tokens"] = data["max_completion_tokens"]
     for name, value in found.items():
@@ -222,6 +223,7 @@ def is_empty(value) -> bool:
     return value is None or value in ("", [], {})
 
 
+@lru_cache(1024)
 def known_name(name: str) -> str | None:
     """The name in the tables above that a key spells; None for a label, as "N" is."""
     letters = _letters(name)

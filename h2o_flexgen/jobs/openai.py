@@ -121,7 +121,7 @@ def _flags(data: dict) -> dict[str, bool]:
 def refuse_chat_keys(data: dict) -> None:
     """Raises RowError for a key of a row with messages in one without."""
     for name, harmless in CHAT_KEYS.items():
-        if not is_empty(data.get(name)) and data[name] not in harmless:
+        if name in data and not is_empty(data[name]) and data[name] not in harmless:
             raise RowError(f"{name} is for messages: leave it out", name)
 
 

@@ -31,11 +31,12 @@ log = logging.getLogger(__name__)
 #: bytes of a file that are written at once
 PIECE = 1 << 18
 #: a text in JSON as we write it
-TEXT = rb'"(?:[ !#-\[\]-~]|\\["\\/bfnrt]|\\u[0-9a-f]{4})*+"'
-#: the line of a plain row that has one output, as we write it; an id with escapes is left to the parser of JSON
+TEXT = rb'"[ !#-\[\]-~]*+(?:\\(?:["\\/bfnrt]|u[0-9a-f]{4})[ !#-\[\]-~]*+)*+"'
+#: the line of a plain row that has one output, as we write it: its index, its id and its token ids; an id with escapes
+#: is left to the parser of JSON
 PLAIN = re.compile(
-    rb'\{"index": (?P<index>0|[1-9]\d*), (?:"custom_id": (?P<id>"[ !#-\[\]-~]*+"), )?'
-    rb'"text": ' + TEXT + rb', "token_ids": \[(?P<tokens>(?:\d+(?:, )?)*+)\], "finish_reason": "(?:length|stop)"\}\n'
+    rb'\{"index": (0|[1-9]\d*), (?:"custom_id": ("[ !#-\[\]-~]*+"), )?'
+    rb'"text": ' + TEXT + rb', "token_ids": \[((?:\d+(?:, )?)*+)\], "finish_reason": "(?:length|stop)"\}\n'
 )
 
 
@@ -333,9 +334,8 @@ def brief(line: bytes) -> Brief:
     if found is None:
         row = DoneRow.of(json.loads(line))
         return Brief(id_hash(row.id), row.error, row.tokens, row.answers)
-    tokens = found["tokens"]
-    count = tokens.count(b",") + 1 if tokens else 0
-    return Brief(short_hash(found["id"] or found["index"]), None, count, 1)
+    index, id, tokens = found.groups()
+    return Brief(short_hash(id or index), None, tokens.count(b",") + 1 if tokens else 0, 1)
 
 
 def read_briefs(path: Path, file: BinaryIO) -> Iterator[tuple[int, Brief]]:

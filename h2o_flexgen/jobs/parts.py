@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
 import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -26,6 +27,8 @@ GZIPPED = tuple(f"{end}.gz" for end in LINES)
 PARQUET = ".parquet"
 #: rows of a part of an output folder
 PART_ROWS = 100_000
+#: names in an output folder: parts, and one that was being written when its command was killed
+PART = re.compile(r"part-\d+\.jsonl|\.part-\d+\.jsonl\.new")
 #: rows of a Parquet file that are in memory at once
 BATCH_ROWS = 4096
 #: columns of an output in Parquet; `rest` has everything else as JSON
@@ -130,13 +133,32 @@ def journal_of(path: str) -> str:
 
 
 def check_form(path: str) -> None:
-    """Raises UserError for an output that cannot be written at the end of a job."""
+    """Raises UserError for an output that cannot be written at the end of a job, or that no job has written."""
     if path.endswith(PARQUET):
         _import_pyarrow()
-    if is_folder(path) and os.path.isdir(path):
-        others = [name for name in os.listdir(path) if not name.startswith("part-")]
-        if others:
-            raise UserError(f"`output_file` {path} is a folder with other files, such as {others[0]}: name a new one")
+    journal = journal_of(path)
+    if journal == path:
+        return
+    found = os.path.lexists(path.rstrip("/"))
+    if found and is_folder(path):
+        found = bool(_parts_of(path))
+    if found and not os.path.exists(journal):
+        raise UserError(
+            f"`output_file` {path} is not one that a job wrote (there is no {os.path.basename(journal)}): "
+            "name another, or rename this one"
+        )
+
+
+def _parts_of(folder: str) -> list[str]:
+    """Raises UserError if it cannot be read, or holds something else."""
+    try:
+        names = os.listdir(folder)
+    except OSError as e:
+        raise UserError(f"cannot write `output_file` {folder}: {e.strerror}") from None
+    others = [name for name in names if not PART.fullmatch(name)]
+    if others:
+        raise UserError(f"`output_file` {folder} is a folder with other files, such as {others[0]}: name a new one")
+    return names
 
 
 def export(path: str) -> None:
@@ -174,12 +196,13 @@ def _write(path: Path, lines: Iterable[bytes], write: Callable[[BinaryIO, Iterab
 def _write_parts(folder: Path, lines: Iterator[bytes]) -> None:
     folder.mkdir(exist_ok=True)
     names = set()
-    while part := list(islice(lines, PART_ROWS)):
+    for first in lines:
         path = folder / f"part-{len(names):05d}.jsonl"
+        part = chain([first], islice(lines, PART_ROWS - 1))
         _write(path, part, lambda file, lines: file.writelines(lines))
         names.add(path.name)
-    for old in folder.glob("part-*.jsonl"):
-        if old.name not in names:
+    for old in folder.iterdir():
+        if old.name not in names and PART.fullmatch(old.name):
             old.unlink()
 
 
@@ -200,4 +223,6 @@ def _write_parquet(file: BinaryIO, lines: Iterator[bytes]) -> None:
 
 def _columns(row: dict) -> dict:
     found = {name: row.pop(name, None) for name in COLUMNS}
+    if found["custom_id"] is not None:  # half a surrogate pair is a text in JSON, but none in UTF-8
+        found["custom_id"] = found["custom_id"].encode("utf-8", "replace").decode()
     return found | {"rest": json.dumps(row) if row else None}

@@ -35,6 +35,8 @@ from h2o_flexgen.utils.progress import bar
 
 log = logging.getLogger(__name__)
 
+#: so often a worker may die before its first row in a job that has begun: machines are lost, or somebody kills them
+MOST_STARTS = 20
 #: options of `LLM` that the driver, which computes nothing, has as its workers do
 DRIVERS = "model path compress_weight chat_template_kwargs progress observer".split()
 #: options of the workers that `EngineArgs` resolves on the driver, some by files that only it has
@@ -142,6 +144,7 @@ class Run:
         self._plans: dict[int, ExecutionPlan] = {}
         self._finished: list[Sequence] = []  # not written yet
         self._lives = {n: self._life(n) for n in range(count)}
+        self._failures = [0] * count  # to begin a run, one after the other
         self._idle = set(self._lives)  # workers that wait for rows
         self._waiting: dict[object, int] = {}  # the others, by what they wait for
         self._running: dict[int, bool] = {}  # of these, those in a run: whether its first pass has begun
@@ -158,6 +161,7 @@ class Run:
                     self._go_on(self._waiting.pop(ref), ref)
                 shown.update(self._write())
         finally:
+            self._write()  # rows that had ended before an error
             shown.close()
         return self._report()
 
@@ -195,35 +199,36 @@ class Run:
 
     def _life(self, n: int) -> Generator:
         """A worker, and those that replace it when it has died."""
-        failures = 0  # to begin, one after the other
-        while failures < MOST_DEATHS:
+        while self._failures[n] < (MOST_DEATHS if self.begun is None else MOST_STARTS):
             try:
                 yield from self._work(n)
             except WorkerDied as e:
                 has_begun = self._running.pop(n, False)
-                failures = 0 if has_begun else failures + 1
+                self._failures[n] += not has_begun
                 self._bury(n, e, has_begun)
         del self._lives[n]
         if not self._lives:
-            raise UserError(f"every worker has died {MOST_DEATHS} times before its first row: {self.tallies[n].error}")
+            times = f"{self._failures[n]} times before its first row"
+            raise UserError(f"every worker has died {times}: {self.tallies[n].error}")
 
     def _bury(self, n: int, error: WorkerDied, has_begun: bool) -> None:
-        """Replace a worker that has died; its rows go to others."""
+        """A worker has died: its rows go to others."""
         held = len(self.dispatch.held[n])
         log.warning("%s has died with %d rows, which are run again: %s", self.crew.name(n), held, error)
         self.tallies[n].deaths += 1
         self.tallies[n].error = str(error)
+        self._plans.pop(n, None)  # of the process that has died
         if has_begun:
             self._finished += self.dispatch.died(n)
         else:
             self.dispatch.give_back(n)
-        self.crew.replace(n)
+        self.crew.remove(n)
 
     def _work(self, n: int) -> Generator:
         """Load the model, then run rows until the job ends."""
         worker = self.crew.worker(n)
         try:
-            self.crew.places[n] = yield worker.place
+            self.crew.arrive(n, (yield worker.place))
             self.crew.check(n, (yield worker.settings))
             plan = self._plans.pop(n, None)
             fixed = (self.choice.kv_budget, self.choice.compress_cache)
@@ -244,8 +249,8 @@ class Run:
     def _run_rows(self, n: int, rows: Numbered, count: int) -> Generator:
         """One run of a worker's engine: these rows, and more of them, `count` at a time."""
         actor = self.crew.worker(n).actor
-        actor.begin.remote(self.job.sink is not None, self.is_sound)
         self._running[n] = False
+        yield actor.begin.remote(self.job.sink is not None, self.is_sound)
         is_last = False
         while True:
             try:
@@ -267,6 +272,7 @@ class Run:
 
     def _begin(self, n: int) -> None:
         self._running[n] = True
+        self._failures[n] = 0
         if self.begun is None:
             self.begun = time.monotonic()
             self.writer.on_begin()

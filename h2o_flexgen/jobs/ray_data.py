@@ -104,8 +104,19 @@ def fixed(budget: KVBudget | str | None, longest_prompt: int | None) -> KVBudget
 
 def rows_of(batch: dict[str, np.ndarray]) -> list[dict]:
     """The rows of a batch of columns, without the nulls."""
-    columns = [values.tolist() if isinstance(values, np.ndarray) else list(values) for values in batch.values()]
+    columns = map(_values, batch.values())
     return [_without_nulls(zip(batch, values)) for values in zip(*columns)]
+
+
+def _values(column: np.ndarray | list) -> list:
+    """The values of a column. If some of its numbers are null, NumPy has NaN for them and floats for the others."""
+    if not isinstance(column, np.ndarray):
+        return list(column)
+    if column.ndim > 1 or column.dtype.kind != "f" or not np.isnan(column).any():
+        return column.tolist()
+    known = column[~np.isnan(column)]
+    kind = int if np.array_equal(known, np.trunc(known)) and np.isfinite(known).all() else float
+    return [None if value != value else kind(value) for value in column.tolist()]
 
 
 def _without_nulls(pairs: Iterable[tuple]) -> dict:

@@ -154,3 +154,14 @@ def kill_at_random(seed: int) -> int:
 
 def test_random_kills_blame_no_row():
     assert sum(map(kill_at_random, range(20))) == 0
+
+
+def test_of_more_rows_than_were_announced_nobody_needs_to_leave_a_share():
+    dispatch = Dispatch(iter(rows(1000)), 10, 2)
+    while not dispatch.left < -100:
+        for worker in (0, 1):
+            dispatch.take(worker, 8)
+            for number in list(dispatch.held[worker]):
+                dispatch.ended(worker, number)
+    assert len(dispatch.take(0, 8)) == 8
+    assert len(dispatch.take(0, 8)) == 8

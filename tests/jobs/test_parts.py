@@ -158,3 +158,70 @@ def test_a_parquet_file_that_is_none(job, tmp_path):
     (tmp_path / "in.parquet").write_text("no")
     code, err = job(tmp_path / "in.parquet", tmp_path / "out.jsonl")
     assert code == 2 and "cannot read --input-file" in err and err.count("\n") == 1
+
+
+def test_a_command_that_was_killed_while_it_wrote_parts_goes_on(job, folder, expected, tmp_path, monkeypatch):
+    monkeypatch.setattr(parts, "PART_ROWS", 4)
+    out = tmp_path / "out"
+    write = parts._write
+
+    def killed(path, lines, how):
+        if path.name == "part-00001.jsonl":
+            path.with_name(f".{path.name}.new").write_text('{"index"')
+            raise KeyboardInterrupt
+        write(path, lines, how)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(parts, "_write", killed)
+        assert job(folder, f"{out}/")[0] == 130
+    assert sorted(path.name for path in out.iterdir()) == [".part-00001.jsonl.new", "part-00000.jsonl"]
+    assert job(folder, f"{out}/")[0] == 0
+    assert sorted(path.name for path in out.iterdir()) == [f"part-0000{n}.jsonl" for n in range(3)]
+    assert [row for path in sorted(out.iterdir()) for row in read_rows(path)] == expected
+
+
+@pytest.mark.parametrize("name", ["out.jsonl.gz", "out/part-00000.jsonl", "out/part-00000-1f2e.jsonl"])
+@pytest.mark.parametrize("argv", [(), ("--restart",)])
+def test_what_no_job_wrote_is_kept(job, folder, tmp_path, name, argv):
+    other = tmp_path / name
+    other.parent.mkdir(exist_ok=True)
+    other.write_text("precious")
+    out = f"{other.parent}/" if "/" in name else other
+    before = sorted(tmp_path.iterdir())
+    code, err = job(folder, out, *argv)
+    assert code == 2 and ("is not one that a job wrote" in err or "with other files" in err)
+    assert other.read_text() == "precious"
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_file_is_no_folder(job, folder, tmp_path):
+    (tmp_path / "out").touch()
+    code, err = job(folder, f"{tmp_path}/out/")
+    assert code == 2 and "out/: Not a directory" in err
+
+
+def test_input_is_never_written(job, folder, tmp_path):
+    packed = tmp_path / "in.jsonl.gz"
+    packed.write_bytes(gzip.compress(json.dumps(ROWS[0]).encode()))
+    before = packed.read_bytes()
+    code, err = job(packed, packed)
+    assert code == 2 and "--input-file and --output-file name the same file" in err
+    assert packed.read_bytes() == before
+    for out in (f"{folder}/", folder / "out.jsonl", folder / "out.jsonl.gz"):
+        assert job(folder, out)[0] == 2
+    code, err = job(folder, tmp_path / "out.jsonl", "--report", folder / "report.json")
+    assert code == 2 and "--report is in the folder of --input-file" in err
+
+
+def test_empty_parts_hold_no_rows(job, folder, expected, tmp_path):
+    (folder / "aa.jsonl").touch()
+    (folder / "bb.jsonl.gz").write_bytes(gzip.compress(b""))
+    assert job(folder, tmp_path / "out.jsonl")[0] == 0
+    assert read_rows(tmp_path / "out.jsonl") == expected
+
+
+def test_any_name_of_a_row_fits_into_parquet(job, tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    rows = write_rows(tmp_path / "in.jsonl", [{"prompt_token_ids": [5], "custom_id": "\ud800 a"}])
+    assert job(rows, tmp_path / "out.parquet")[0] == 0
+    assert parquet.read_table(tmp_path / "out.parquet").to_pylist()[0]["custom_id"] == "? a"

@@ -11,7 +11,7 @@ from command_tools import read_rows, write_rows
 from h2o_flexgen import KVBudget, SamplingParams, UserError
 from h2o_flexgen.jobs.input import read_rows as input_rows
 from h2o_flexgen.jobs.job import Job
-from h2o_flexgen.jobs.ray_data import ADDED, H2OFlexGen
+from h2o_flexgen.jobs.ray_data import ADDED, H2OFlexGen, rows_of
 from h2o_flexgen.llm import LLM
 
 pytest_plugins = ["command_tools"]
@@ -97,3 +97,17 @@ def test_ray_data_reads_and_writes(texts, expected, tmp_path, monkeypatch):
         ray.shutdown()
     texts = {row["custom_id"]: row["generated_text"] for row in found}
     assert texts == {row["custom_id"]: row["text"] for row in expected}
+
+
+def test_nulls_among_numbers_are_nulls():
+    columns = {
+        "max_tokens": np.array([64, np.nan]),
+        "temperature": np.array([0.5, np.nan]),
+        "score": np.array([np.inf, np.nan]),
+        "vector": np.array([[1.0, np.nan], [2.0, 3.0]]),
+        "ids": [[1, 2], [3]],
+    }
+    first, second = rows_of(columns)
+    assert (first["max_tokens"], first["temperature"], first["score"]) == (64, 0.5, np.inf)
+    assert type(first["max_tokens"]) is int
+    assert second == {"vector": [2.0, 3.0], "ids": [3]}

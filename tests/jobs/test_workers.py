@@ -17,7 +17,7 @@ from stub_engine import StubLLM
 from h2o_flexgen import KVBudget, Policy, SamplingParams, UserError
 from h2o_flexgen.engine.params import PoolingParams
 from h2o_flexgen.engine.runner import NAN_EVERYWHERE
-from h2o_flexgen.jobs import cluster, input
+from h2o_flexgen.jobs import cluster, input, ray
 from h2o_flexgen.jobs.cluster import Workers, shares_of
 from h2o_flexgen.jobs.dispatch import FATAL
 from h2o_flexgen.jobs.job import Job
@@ -202,6 +202,29 @@ def test_workers_that_never_begin_end_the_job(model, tmp_path):
     assert not (tmp_path / "out.jsonl").exists()
 
 
+class Starved(StubWorker):
+    """Dies in the middle of its first run, and then before it begins, a few times."""
+
+    starts = 0
+
+    class llm_class(MortalLLM):
+        def run(self, job, writer):
+            Starved.starts += 1
+            if 1 < Starved.starts < 9:
+                raise Died("before its first row")
+            super().run(job, writer)
+
+        def meet(self, s):
+            if Starved.starts == 1 and s.index > 20:
+                raise Died("in the middle")
+
+
+def test_a_job_that_has_begun_outlives_workers_that_die_before_their_first_row(model, tmp_path):
+    with crew(model, 1, Starved) as llm:
+        assert run(llm, tmp_path, many(60)) == alone(model, tmp_path, many(60))
+        assert llm.report["workers"][0]["deaths"] == 8
+
+
 class Broken(StubWorker):
     class llm_class(MortalLLM):
         def run(self, job, writer):
@@ -212,6 +235,21 @@ def test_an_error_of_the_user_names_the_worker(model, tmp_path):
     with crew(model, 2, Broken) as llm:
         with pytest.raises(UserError, match="worker [01] on .*: the disk is broken"):
             run(llm, tmp_path, many(5))
+
+
+def test_rows_that_had_ended_before_an_error_are_kept(model, tmp_path, monkeypatch):
+    note = ray.Run._note
+
+    def failing(self, n, ended):
+        note(self, n, ended)
+        if ended:
+            raise UserError(f"{len(ended)} had ended")
+
+    monkeypatch.setattr(ray.Run, "_note", failing)
+    with crew(model, 2) as llm:
+        with pytest.raises(UserError, match="had ended") as error:
+            run(llm, tmp_path, many(40))
+    assert len(read_rows(tmp_path / "out.jsonl")) >= int(str(error.value).split()[0])
 
 
 class Doubtful(StubWorker):
@@ -297,9 +335,17 @@ def test_a_cluster_of_another_version_is_refused(monkeypatch):
 
     fake = SimpleNamespace(is_initialized=lambda: False, init=init)
     monkeypatch.setattr(cluster, "_import_ray", lambda: fake)
+    monkeypatch.setattr(cluster, "_check_reachable", lambda address: None)
     message = "cannot use the Ray cluster at `ray` head:6379: Version mismatch: .* Ray: 2.40.0 Python: 3.11.2$"
     with pytest.raises(UserError, match=message):
         cluster.Cluster(Workers(2, "head:6379"), "cpu")
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "127.0.0.1:99999", "ray://127.0.0.1:1"])
+def test_an_address_where_nothing_listens(address, monkeypatch):
+    monkeypatch.setattr(cluster, "_import_ray", lambda: SimpleNamespace(is_initialized=lambda: False))
+    with pytest.raises(UserError, match=f"there is no Ray cluster at `ray` {address}: "):
+        cluster.Cluster(Workers(2, address), "cpu")
 
 
 def test_options_of_workers_need_workers(refused, model):
@@ -343,3 +389,82 @@ def test_workers_that_always_die_while_they_load_are_an_error(model):
     with pytest.raises(UserError, match="worker 0: no memory"):
         with crew(model, 2, Hopeless):
             pass
+
+
+def test_a_worker_that_dies_between_plan_and_run_is_replaced(model, tmp_path):
+    """What it has planned is nothing that the next process knows."""
+    llm_class = type("LocalLLM", (RayLLM,), {"worker_class": StubWorker})
+    with llm_class(Workers(2), model=str(model), **FP32) as llm:
+        warn = ray.on_one_disk
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ray, "on_one_disk", lambda crew, plans: crew.workers[1].actor.die() or warn(crew, plans))
+            found = run(llm, tmp_path, many(50))
+        assert [worker["deaths"] for worker in llm.report["workers"]] == [0, 1]
+    assert found == alone(model, tmp_path, many(50))
+
+
+class Locked(StubWorker):
+    """Cannot begin its second run."""
+
+    begun = 0
+
+    def begin(self, *args):
+        self.begun += 1
+        if self.begun == 2:
+            raise MemoryError("no thread")
+        super().begin(*args)
+
+
+def test_a_run_that_cannot_begin_loses_no_row(model, tmp_path):
+    with crew(model, 2, Locked) as llm:
+        assert run(llm, tmp_path, many(50)) == alone(model, tmp_path, many(50))
+        assert run(llm, tmp_path, many(50), "again.jsonl") == read_rows(tmp_path / "alone.jsonl")
+        assert sum(worker["deaths"] for worker in llm.report["workers"]) > 0
+
+
+def test_a_worker_that_joins_later_keeps_to_its_memory(model, tmp_path, monkeypatch, caplog):
+    class Noted(StubWorker):
+        given = []
+
+        def load(self, options, shares):
+            Noted.given.append(options["mem"])
+            return super().load(options, shares)
+
+    monkeypatch.setattr(cluster, "shares_of", lambda *_: {"another machine": {"mem": 1 << 20}})
+    llm_class = type("LocalLLM", (RayLLM,), {"worker_class": Noted})
+    with llm_class(Workers(2, mem=3 << 30), model=str(model), **FP32) as llm:
+        llm.crew.settings = replace(llm.crew.settings, dtype="bfloat16")
+        llm.crew.arrive(1, replace(llm.crew.places[1], cpu="another"))
+        llm.crew.arrive(1, llm.crew.places[1])
+        assert caplog.text.count("different processors") == 1
+        run(llm, tmp_path, many(5))
+    assert set(Noted.given) == {3 << 30}
+
+
+def ray_of(*nodes: dict, **found) -> SimpleNamespace:
+    """A running Ray, whose machines have these resources."""
+    total = {"CPU": sum(node.get("CPU", 0) for node in nodes), **found}
+    alive = [{"Alive": True, "Resources": node} for node in nodes]
+    return SimpleNamespace(is_initialized=lambda: True, cluster_resources=lambda: total, nodes=lambda: alive)
+
+
+def test_machines_without_cores_have_no_worker(monkeypatch):
+    """As the head of a cluster that shall run none."""
+    monkeypatch.setattr(cluster, "_import_ray", lambda: ray_of({"memory": 1.0}, {"CPU": 8.0}, {"CPU": 8.0}))
+    assert cluster.Cluster(Workers(address="auto"), "cpu").count == 2
+    assert cluster.Cluster(Workers(4, "auto"), "cpu").asked == "4 cores"
+    assert cluster.Cluster(Workers(2, "auto", mem=3 << 30), "cpu").asked == "8 cores, 3.00 GiB of RAM"
+
+
+def test_a_cluster_without_room_is_said(model, monkeypatch, caplog):
+    class Late(StubWorker):
+        def place(self, offload_dir):
+            while "as soon as there is more" not in caplog.text:
+                time.sleep(0.01)
+            return super().place(offload_dir)
+
+    monkeypatch.setattr(cluster, "PLACE_SECONDS", 0.0)
+    monkeypatch.setattr(cluster, "LOOK_SECONDS", 0.05)
+    with crew(model, 1, Late):
+        pass
+    assert "the cluster has room for 0 of 1 workers with 1 core each: the job begins as soon as" in caplog.text
