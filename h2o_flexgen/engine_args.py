@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import inf, prod
@@ -50,7 +50,7 @@ class EngineArgs:
             policy that the search finds fastest on this machine, which is measured once (about a minute).
         kv_budget: slots for heavy hitters and recent tokens; None keeps the full cache; "auto" takes the largest
             budget that costs no throughput (see `planning.budget`).
-        device: "auto", "cpu", "cuda", "cuda:N".
+        device: "auto", "cpu", "cuda", "cuda:N", or several as "cuda:0,cuda:1", among which the layers are divided.
         dtype: a float type's name, or "auto": on CUDA fp16, or bf16 for a checkpoint in bf16 where the GPU has it; on
             the CPU the type with the fastest matmuls, as measured (`kernels.linear`).
         revision: branch, tag or commit of a repository on the hub; the same as `model` "NAME@REVISION".
@@ -67,7 +67,8 @@ class EngineArgs:
         offload_dir: folder for the cache, hidden states and random weights on disk, in unnamed files.
         mem: the most bytes of RAM to use in all, for the process, the weights and everything else (default: all that is
             free); with CUDA, of the host's RAM. `gpu_mem` or `cpu_mem` may set tighter limits.
-        gpu_mem, cpu_mem, disk_mem: the most bytes to use of a tier (default: all that is free).
+        gpu_mem, cpu_mem, disk_mem: the most bytes to use of a tier (default: all that is free); of several devices a
+            `gpu_mem` for each, or one that holds for each.
         gpu_batch_size, num_gpu_batches, prefill_tokens, overlap, cpu_cache_compute: policy "auto" does not search those
             that are given.
         hardware: a profile, or the path of one that `h2o-flexgen hardware` wrote, instead of measuring.
@@ -96,7 +97,7 @@ class EngineArgs:
     operands: dict[str, str] | None = None
     offload_dir: str | Path | None = None
     mem: int | None = None
-    gpu_mem: int | None = None
+    gpu_mem: int | Sequence[int] | None = None
     cpu_mem: int | None = None
     disk_mem: int | None = None
     gpu_batch_size: int | None = None
@@ -123,10 +124,13 @@ class EngineArgs:
         if isinstance(self.hardware, (str, Path)):
             self.hardware = Profile.from_file(self.hardware)
         self.constraints = Constraints(**searched, min_hh_ratio=self.min_hh_ratio, losses=self.losses)
+        self.device_names = [name.strip() for name in str(self.device).split(",")]
         self.caps = {tier: getattr(self, name) for tier, name in LIMITS.items()}
+        self.caps["gpu"] = of_each_device(self.gpu_mem, len(self.device_names))
         for tier, limit in self.caps.items():
-            if limit is not None and not (isinstance(limit, Real) and 0 <= limit < inf):
-                raise UserError(f"`{LIMITS[tier]}` must be a number of bytes, not {limit!r:.60}")
+            for each in limit if tier == "gpu" else [limit]:
+                if each is not None and not (isinstance(each, Real) and 0 <= each < inf):
+                    raise UserError(f"`{LIMITS[tier]}` must be a number of bytes, not {each!r:.60}")
         self.model = with_revision(None if self.model is None else str(self.model), self.revision)
         self.offload_dir = default_root() if self.offload_dir is None else Path(self.offload_dir)
         self.chat_template_kwargs = checked_kwargs(self.chat_template_kwargs)
@@ -149,7 +153,8 @@ class EngineArgs:
         shapes = shapes_of(family(spec.model_type).tensors(spec))
         codes = sum(prod(shapes[name]) for name, form in formats.items() if not form.is_dense)
         found = self.hardware.memory["gpu"] if isinstance(self.hardware, Profile) else memory.ram_in_all()
-        limits = [limit for limit in (self.caps["gpu"], self.caps["ram"], found) if limit is not None]
+        on_devices = None if None in self.caps["gpu"] else sum(self.caps["gpu"])
+        limits = [limit for limit in (on_devices, self.caps["ram"], found) if limit is not None]
         return codes > MOST_CODES * min(limits)
 
     def check_caps(self, cuda: bool) -> None:
@@ -159,6 +164,15 @@ class EngineArgs:
                 "`cpu_mem` does nothing here: without CUDA use `mem`; the cpu tier is a second pool in RAM, for a "
                 "policy with cpu percentages (`percent`)"
             )
+
+
+def of_each_device(gpu_mem, count: int) -> list:
+    """The limit of each of `count` devices. Raises UserError unless there is one for all, or one for each."""
+    if not isinstance(gpu_mem, (list, tuple)):
+        return [gpu_mem] * count
+    if len(gpu_mem) != count:
+        raise UserError(f"`gpu_mem` has {len(gpu_mem)} numbers, `device` {count}: give one for all, or one for each")
+    return list(gpu_mem)
 
 
 class StoredModel(NamedTuple):

@@ -34,7 +34,7 @@ from h2o_flexgen.engine.tools import checked_tools
 from h2o_flexgen.engine.turns import Turns, in_turn
 from h2o_flexgen.engine_args import EngineArgs, job_planner, load
 from h2o_flexgen.kv_cache import head_losses
-from h2o_flexgen.machine.device import open_device
+from h2o_flexgen.machine.device import check_devices, open_device
 from h2o_flexgen.planning.execution_plan import ExecutionPlan
 from h2o_flexgen.planning.memory import Resources
 from h2o_flexgen.planning.workload import WINDOW_BLOCKS, Workload
@@ -57,6 +57,7 @@ class LLM:
 
     Attributes:
         policy, kv_budget, compress_cache, observer: as given; changing them affects the next job.
+        devices: those that hold the model; `device` is the first, whose types and rates count for all.
         choice: what the planner chose for the last job, known before anything is allocated; None before.
         expect_len: tokens of the average output, if you know them; None expects the most that is allowed. Affects speed
             only, through the policy.
@@ -74,7 +75,9 @@ class LLM:
     ):
         self.turns = Turns()
         args = EngineArgs(model, policy, kv_budget, device, dtype, **options)
-        self.device = open_device(args.device)
+        self.devices = [open_device(name) for name in args.device_names]
+        check_devices(self.devices)
+        self.device = self.devices[0]
         self.policy = args.policy
         self.kv_budget = args.kv_budget
         self.compress_cache = args.compress_cache
@@ -89,7 +92,7 @@ class LLM:
         self.spec = self.model.spec
         self.tokenizer = self.model.tokenizer
         self.eos_ids = self.model.eos_ids
-        self.runner = Runner(self.model, self.device, args.offload_dir, args.gpu_mem, args.progress)
+        self.runner = Runner(self.model, self.devices, args.offload_dir, args.caps["gpu"], args.progress)
         self.planner = job_planner(args, self.model, self.device)
         self.head_slots = HeadSlots(self.model, args.progress)
 
@@ -110,11 +113,9 @@ class LLM:
 
     def resources(self) -> Resources:
         """The memory that a job may use now."""
-        runner = self.runner
-        device = self.device
-        return Resources.capped(
-            runner.available(), self.caps, device.is_cuda, runner.baseline(), device.workspace_bytes
-        )
+        available = self.runner.available()
+        workspace = max(device.workspace_bytes for device in self.devices)
+        return Resources.capped(available, self.caps, self.device.is_cuda, self.runner.baseline(), workspace)
 
     @property
     def position_rolling(self) -> bool:
@@ -321,7 +322,7 @@ class LLM:
             UserError: an argument that cannot be used, positions that cannot roll, or too little memory.
         """
         self.runner.end_streams("the next session of its model began")
-        self.device.reset_meters()
+        self._reset_meters()
         self.choice, most = choose(
             self.planner,
             self.resources(),
@@ -366,7 +367,7 @@ class LLM:
         room = min(limit for tier, limit in limits.items() if tier != "disk")
         shared = self.head_slots.shared(kv_budget, workload, seconds, room)
         self.device.release_gaps()
-        self.device.reset_meters()
+        self._reset_meters()
         return replace(choose(shared, compress_cache), curve=choice.curve)
 
     @in_turn
@@ -382,13 +383,17 @@ class LLM:
     def _job(self, rows: Iterable[Sequence], workload: Workload, sink: LogitsSink | None = None) -> JobSpec:
         return JobSpec(rows, workload, self.kv_budget, self.compress_cache, sink)
 
+    def _reset_meters(self) -> None:
+        for device in self.devices:
+            device.reset_meters()
+
     @property
     def _given_policy(self) -> Policy | None:
         return None if self.policy == "auto" else self.policy
 
     def _run(self, job: JobSpec, writer: Observer) -> None:
         self.runner.end_streams("another job of its model began")
-        self.device.reset_meters()
+        self._reset_meters()
         workload = job.workload
         self.choice = job.plan or self.plan(workload, job.kv_budget, job.compress_cache)
         bar = ProgressBar(workload.output_tokens, len(workload.prompt_lens), len(self.model.layers), self.progress)

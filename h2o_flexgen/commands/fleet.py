@@ -88,7 +88,9 @@ def add_options(parser: options.Parser) -> None:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raises UserError for prices that are not one for all kinds, or one for each."""
+    """Raises UserError for prices that are not one for all kinds, or one for each, and for several devices."""
+    if args.workers is not None and "," in args.device:
+        raise UserError("--workers have one device each: name one with --device, or leave it out")
     if args.price is not None and args.workers is None:
         raise UserError("--price is for a plan with --workers")
     if args.price is not None and len(args.price) not in (1, len(args.workers)):

@@ -112,6 +112,12 @@ def gibibytes(text: str) -> int:
     return int(min(amount(text) * GIB, 2.0**62))
 
 
+def gibibytes_each(text: str) -> int | list[int]:
+    """An amount in GiB, or several as "10,8", as bytes."""
+    found = [gibibytes(part) for part in text.split(",")]
+    return found[0] if len(found) == 1 else found
+
+
 def json_object(text: str) -> dict:
     try:
         found = json.loads(text)
@@ -142,13 +148,15 @@ def add_machine_options(parser: Parser, weights: tuple[str, ...] = ("int8", "int
     add("--compress-weight", choices=weights, help=compressed)
     add("--compute", choices=("exact", "int8"), help="matmuls with weights in 8 and 4 bits (default: exact)")
     add = parser.group(MACHINE)
-    add("--device", default="auto", help="auto, cpu, cuda, cuda:N")
+    several = "auto, cpu, cuda, cuda:N; several as cuda:0,cuda:1 hold a part of the layers each"
+    add("--device", default="auto", help=several)
     add("--dtype", default="auto", help="auto (CUDA: fp16 or bf16; CPU: the fastest), float16, bfloat16, float32")
     add("--offload-dir", help="folder for data offloaded to disk (default: in the user's cache folder)")
     add("--disk-mem", type=gibibytes, metavar="GIB", help="use at most this much disk")
     add("--hardware", help="a profile by h2o-flexgen hardware (default: this machine, measured once)")
     add = parser.group(PLACEMENT)
-    add("--gpu-mem", type=gibibytes, metavar="GIB", help="use at most this much GPU memory; without CUDA as --mem")
+    gpu = "use at most this much GPU memory; without CUDA as --mem; of several devices of each, or as 10,8"
+    add("--gpu-mem", type=gibibytes_each, metavar="GIB", help=gpu)
     cpu = "with CUDA or --percent: use at most this much RAM for the tier cpu"
     add("--cpu-mem", type=gibibytes, metavar="GIB", help=cpu)
 

@@ -159,6 +159,7 @@ def planner_for(args: argparse.Namespace, found, profile, policy: Policy | None,
     names = ("compute", *LIMITS.values(), *(() if policy else AUTO))
     job = EngineArgs(
         policy=policy or "auto",
+        device=args.device,
         losses=losses,
         min_hh_ratio=args.min_hh_ratio or MIN_HH_RATIO,
         progress=not args.json,
@@ -218,6 +219,7 @@ def result_of(choice, compute: str, sizes: dict, command: str) -> dict:
         "memory_bytes": {tier: {"needed": plan.needed(tier), "limit": plan.limits[tier]} for tier in TIERS},
         "bound_by": p.bound_by,
         "command": command,
+        **({"devices": choice.devices()} if plan.pools else {}),
     }
     return result | ({"curve": [asdict(point) for point in choice.curve]} if choice.curve else {})
 
@@ -285,7 +287,8 @@ def command_for(args: argparse.Namespace, workload: dict, choice, profile) -> st
     arguments |= {"offload_dir": args.offload_dir}
     for name in LIMITS.values():
         nbytes = getattr(args, name)
-        arguments[name] = None if nbytes is None else f"{nbytes / GIB:g}"
+        each = nbytes if isinstance(nbytes, list) else [nbytes]
+        arguments[name] = None if nbytes is None else ",".join(f"{one / GIB:g}" for one in each)
     words = ["h2o-flexgen", "generate"]
     for name, value in arguments.items():
         if value is not None:

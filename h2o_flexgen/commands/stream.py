@@ -133,10 +133,11 @@ def make_budget(args: argparse.Namespace) -> KVBudget | None:
 def describe(llm, session, is_full: bool) -> dict:
     """The report of a session before its first token."""
     from h2o_flexgen.formats import dtype_name
+    from h2o_flexgen.machine.device import device_names
 
     choice = session.choice
     found = {"model": llm.model.name, "model_revision": llm.model.revision}
-    found |= {"device": str(llm.device), "dtype": dtype_name(llm.dtype)}
+    found |= {"device": device_names(llm.devices), "dtype": dtype_name(llm.dtype)}
     found |= {"policy": asdict(choice.policy), "chunk": choice.workload.longest}
     found["kv_budget"] = None if is_full else choice.rule.to_dict()
     return found | {"planned_bytes": choice.plan.needed("ram" if choice.plan.shared else "gpu")}

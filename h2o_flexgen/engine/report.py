@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 
 from h2o_flexgen.engine.batch import Chunk
 from h2o_flexgen.engine.scheduler import Pass
-from h2o_flexgen.engine.stores import Stores
+from h2o_flexgen.engine.stores import Part, Stores
 from h2o_flexgen.formats import Blocks, dtype_name
 from h2o_flexgen.machine import memory
 from h2o_flexgen.machine.device import Device
@@ -24,6 +25,9 @@ class Meter:
 
     Where some rows prefill while others decode, their chunks are timed; the time of a chunk that has both is split by
     tokens. Waits, all other time and bytes are split in proportion.
+
+    Args:
+        transport: of the device with the head, where a pass ends.
 
     Attributes:
         passes: so far.
@@ -45,7 +49,7 @@ class Meter:
         self.prompt_tokens = 0
         self.prompts = 0  # some have several answers
         self.lengths = array("i")
-        self._chunks: list[tuple] = []  # (prompt share, begin, end)
+        self._chunks: list[tuple] = []  # (prompt share, how marks are subtracted, begin, end)
         self._prefill = 1.0  # the fraction of the last pass that was prefill
 
     @property
@@ -58,11 +62,11 @@ class Meter:
         self._counted = self._transport.moved_bytes()
 
     @contextmanager
-    def chunk(self, chunk: Chunk) -> Iterator[None]:
-        """Time a chunk in one stage."""
-        begin = self._device.mark()
+    def chunk(self, chunk: Chunk, device: Device) -> Iterator[None]:
+        """Time a chunk in one stage on a device."""
+        begin = device.mark()
         yield
-        self._chunks.append((chunk.prompt_share, begin, self._device.mark()))
+        self._chunks.append((chunk.prompt_share, device.seconds_between, begin, device.mark()))
 
     def end_pass(self, pass_: Pass) -> None:
         self.passes += 1
@@ -84,7 +88,7 @@ class Meter:
 
     def stop(self) -> None:
         """Add up what was measured since the last pass began."""
-        spans = [(part, self._device.seconds_between(begin, end)) for part, begin, end in self._chunks]
+        spans = [(part, seconds_between(begin, end)) for part, seconds_between, begin, end in self._chunks]
         self._chunks.clear()
         since = self._since
         counted = self._counted
@@ -107,29 +111,29 @@ def report_of(stores: Stores, meter: Meter) -> dict:
     model = stores.model
     job = stores.job
     planned = {tier: job.plan.needed(tier) for tier in TIERS}
-    disk = stores.transport.disk_bytes() + model.source.copy_bytes
+    disk = stores.parts[0].transport.disk_bytes() + model.source.copy_bytes
     prompts = {"num_prompts": meter.prompts, "prompt_len": job.workload.longest, "gen_len": job.workload.gen_len}
-    stalls = stores.device.stall_seconds
+    stalls = sum((Counter(part.device.stall_seconds) for part in stores.parts), Counter())
     phases = _phases(meter)
     prefill, decode = (phases[phase]["bytes_moved"] for phase in PHASES)
     return {
         "model": model.name,
-        "device": str(stores.device),
+        "device": stores.device,
         "dtype": dtype_name(model.dtype),
         "workload": prompts,
         "policy": asdict(job.policy),
         "kv_budget": job.rule.to_dict(),  # None: a full cache
         **phases,
-        "peak_memory_bytes": _peak_bytes(stores.device, planned["cpu"], disk),
+        "peak_memory_bytes": _peak_bytes(stores.parts, planned["cpu"], disk),
         "planned_memory_bytes": planned,
         "bytes_moved": {link: prefill[link] + decode[link] for link in prefill},
         "computed_tokens": meter.computed_tokens,
         "shared_tokens": meter.shared_tokens,
         "row_steps": meter.row_steps,
         "stall_seconds": {
-            "weights": stalls.get("weights", 0.0),
+            "weights": float(stalls["weights"]),
             # hidden states use the transfer queue of the cache
-            "cache": stalls.get("cache", 0.0) + stalls.get("activations", 0.0),
+            "cache": float(stalls["cache"] + stalls["activations"]),
         },
     } | {name: value for name, value in _optional(stores, meter).items() if value is not None}
 
@@ -152,6 +156,7 @@ def _optional(stores: Stores, meter: Meter) -> dict:
     model = stores.model
     job = stores.job
     return {
+        "devices": [found | _peak(part.device) for found, part in zip(job.devices(), stores.parts)] or None,
         "predicted": job.predict and job.predict(_passes(meter), meter.shared_fraction).of_job(),
         "weights": sorted({form.name for form in model.formats.values()}) if model.is_quantised else None,
         "compress_weight": model.compress_weight,
@@ -162,16 +167,21 @@ def _optional(stores: Stores, meter: Meter) -> dict:
     }
 
 
+def _peak(device: Device) -> dict[str, int]:
+    """The peak of one of several devices; pools in RAM cannot be told apart."""
+    return {"peak_bytes": device.peak_bytes()} if device.is_cuda else {}
+
+
 def _passes(meter: Meter) -> array:
     """Of each row, in the order in which they began; one that generates nothing takes one."""
     return array("i", (max(1, length) for length in meter.lengths))
 
 
-def _peak_bytes(device: Device, cpu_pool: int, disk: int) -> dict[str, int]:
+def _peak_bytes(parts: list[Part], cpu_pool: int, disk: int) -> dict[str, int]:
     """Peak bytes by tier. Without CUDA the tiers gpu and cpu share the RAM; `cpu_pool` bytes of it are the cpu tier."""
     ram = memory.peak_resident()
-    if device.is_cuda:
-        return {"gpu": device.peak_bytes(), "cpu": ram, "disk": disk}
+    if parts[0].device.is_cuda:
+        return {"gpu": sum(part.device.peak_bytes() for part in parts), "cpu": ram, "disk": disk}
     return {"gpu": max(0, ram - cpu_pool), "cpu": cpu_pool, "disk": disk}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from math import inf
 from pathlib import Path
@@ -20,10 +21,11 @@ from h2o_flexgen.engine.stores import Stores
 from h2o_flexgen.engine.streams import Streams
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.machine import memory
-from h2o_flexgen.machine.device import Device
+from h2o_flexgen.machine.device import Device, pool_names
 from h2o_flexgen.models.rope import unchanged
 from h2o_flexgen.models.spec import units_of
 from h2o_flexgen.planning.execution_plan import ExecutionPlan
+from h2o_flexgen.planning.placement import of_span
 from h2o_flexgen.policy import MARGIN
 from h2o_flexgen.storage.transport import Transport
 from h2o_flexgen.storage.weights import WeightStore
@@ -41,33 +43,51 @@ class Runner:
     """Runs jobs of one model, one at a time. Weights stay loaded if the next job places them alike.
 
     Args:
+        devices: each holds a span of the model's layers.
         offload_root: folder for offloaded data.
-        gpu_mem: the most bytes of device memory, with CUDA.
+        gpu_mem: the most bytes of each device's memory, with CUDA.
         progress: show bars on stderr while weights load.
+
+    Attributes:
+        transport: of the first device, None while nothing is loaded.
+        loaded: the weights on each device.
     """
 
-    def __init__(self, model: LoadedModel, device: Device, offload_root: Path, gpu_mem: int | None, progress: bool):
+    def __init__(
+        self,
+        model: LoadedModel,
+        devices: list[Device],
+        offload_root: Path,
+        gpu_mem: Seq[int | None],
+        progress: bool,
+    ):
         self.model = model
-        self.device = device
+        self.devices = devices
         self.offload_root = offload_root
         self.progress = progress
         self.transport: Transport | None = None
-        self.weights: WeightStore | None = None
+        self.loaded: list[WeightStore] = []
         self.streams: Streams | None = None
         self._placed = None  # what the job before wanted of them
-        if device.is_cuda:
-            device.start(gpu_mem)
+        for device, most_bytes in zip(devices, gpu_mem, strict=True):
+            device.start(most_bytes)
         memory.hold_heap()
         self._at_start = memory.baseline()
 
+    @property
+    def weights(self) -> WeightStore | None:
+        """Those on the first device; None while nothing is loaded."""
+        return self.loaded[0] if self.loaded else None
+
     def available(self) -> dict[str, int]:
-        """Bytes that a plan may use of each tier; those that loaded weights hold count as free."""
+        """Bytes that a plan may use of each device and tier; those that loaded weights hold count as free."""
         ram = int(MARGIN * memory.ram_in_all())
         disk = int(MARGIN * memory.disk_free(self.offload_root)) + self.model.source.copy_bytes
-        found = {"gpu": ram, "cpu": ram, "disk": disk}
-        if self.device.is_cuda:
-            held = 0 if self.weights is None else self.weights.held_bytes(cuda=True)
-            found["gpu"] = int(MARGIN * (self.device.free_bytes() + self.device.workspace_bytes + held))
+        found = dict.fromkeys(pool_names(self.devices), ram) | {"cpu": ram, "disk": disk}
+        for n, (name, device) in enumerate(zip(pool_names(self.devices), self.devices)):
+            if device.is_cuda:
+                held = self.loaded[n].held_bytes(cuda=True) if self.loaded else 0
+                found[name] = int(MARGIN * (device.free_bytes() + device.workspace_bytes + held))
         if self.transport is not None:
             found["disk"] += self.transport.disk_bytes()
         return found
@@ -75,8 +95,8 @@ class Runner:
     def baseline(self) -> int:
         """Bytes of RAM that this process holds besides the weights: libraries, prompts, other models. At least as many
         as at the start, since some of the weights may not be resident (swapped, or never touched)."""
-        now = memory.baseline() if self.weights is None else memory.held() - self.weights.held_bytes(cuda=False)
-        return max(self._at_start, now)
+        held = sum(weights.held_bytes(cuda=False) for weights in self.loaded)
+        return max(self._at_start, memory.held() - held if self.loaded else memory.baseline())
 
     def run(
         self,
@@ -105,7 +125,7 @@ class Runner:
         UserError as `run`."""
         with self.guard():
             self._load_weights(job)
-            self.streams = Streams(Stores(self.model, job, self.weights, self.transport, is_stream=True), count)
+            self.streams = Streams(Stores(self.model, job, self.loaded, is_stream=True), count)
         return self.streams
 
     def end_streams(self, why: str) -> None:
@@ -141,9 +161,9 @@ class Runner:
         is_sound: bool,
     ) -> dict:
         self._load_weights(job)
-        stores = Stores(self.model, job, self.weights, self.transport)
+        stores = Stores(self.model, job, self.loaded)
         scheduler = scheduler_of(stores, rows, window)
-        meter = Meter(self.transport)
+        meter = Meter(stores.parts[-1].transport)
         walk = Walk(stores, sink, observer, meter)
         observer.on_begin()
         meter.start()
@@ -155,8 +175,8 @@ class Runner:
             ended = [s for s in pass_.rows if s.finish_reason is not None]
             is_sound = is_sound or any(s.finish_reason != "error" or s.tokens for s in pass_.rows)
             if not is_sound:
-                if not failed:
-                    self.weights.check_finite()
+                for weights in self.loaded if not failed else ():
+                    weights.check_finite()
                 failed += ended
                 if len(failed) >= MANY_FAILED:
                     break
@@ -167,7 +187,7 @@ class Runner:
             raise UserError(NAN_EVERYWHERE)
         if failed:
             observer.on_finished(failed)
-        stores.caches.drain()
+        stores.drain()
         meter.stop()
         report = report_of(stores, meter)
         stores.close()
@@ -175,21 +195,26 @@ class Runner:
 
     def _load_weights(self, job: ExecutionPlan) -> None:
         """Load the weights, unless they are already placed as the job wants them."""
-        placed = (job.placement.weights, job.placement.sliced, job.policy.overlap, job.forms)
+        placement = job.placement
+        placed = (placement.weights, placement.sliced, placement.spans, job.policy.overlap, job.forms)
         if placed == self._placed:
             return
         self.close()
-        self.transport = Transport(self.device, self.offload_root, job.policy.overlap)
-        self.weights = WeightStore(
-            self.transport,
-            self.model.dtype,
-            units_of(job.layers),
-            job.forms,
-            job.placement.weights,
-            self.model.source,
-            self.progress,
-            job.placement.sliced,
-        )
+        first, *others = self.devices
+        self.transport = Transport(first, self.offload_root, job.policy.overlap)
+        transports = [self.transport, *map(self.transport.beside, others)]
+        for transport, span in zip(transports, placement.spans, strict=True):
+            weights = WeightStore(
+                transport,
+                self.model.dtype,
+                units_of(of_span(span, job.layers)),
+                job.forms,
+                placement.weights,
+                self.model.source,
+                self.progress,
+                placement.sliced if span is placement.spans[-1] else None,
+            )
+            self.loaded.append(weights)
         self._placed = placed
 
     def close(self, why: str = "its model was closed") -> None:
@@ -198,10 +223,11 @@ class Runner:
             self.transport.close()
         self.end_streams(why)
         self.transport = None
-        self.weights = None
+        self.loaded = []
         self._placed = None
-        self.device.unpin()
-        self.device.release_cached()
+        for device in self.devices:
+            device.unpin()
+            device.release_cached()
 
 
 def scheduler_of(stores: Stores, rows: Iterable[Sequence], window: int) -> Scheduler:

@@ -13,6 +13,10 @@ which all chunks pass before the next one. Until then a chunk's state is (3, N, 
 read, and the sum of what they return. What a layer adds to that sum is one more stage.
 
 A KV block is staged when the first piece of its batch attends, and written back after the last one.
+
+With several devices the stages of each follow those of the one before. A chunk's hidden states go to the next device
+when its first stage takes them. Each has transfer queues of its own, so weights and KV blocks of its first layers
+arrive while the devices before it compute.
 """
 
 from __future__ import annotations
@@ -86,16 +90,15 @@ class Walk:
         self.observer = observer
         self.meter = meter
         self.spec = stores.model.spec
-        self.device = stores.device
-        self.weights = stores.weights
         self.dtype = stores.model.dtype
         self.family = family(self.spec.model_type)
         self.token_bytes = self.spec.state_width * self.dtype.itemsize
-        self.prefetch = Prefetcher(stores)
+        self._prefetchers = [Prefetcher(part, self.spec, stores.has_cache) for part in stores.parts]
+        self._enter(self._prefetchers[0])
         # weights that stream make a pass expensive; of a cache that streams, forced tokens would write back whole rows
         has_resident_cache = {"gpu"} >= set(stores.job.placement.cache.values())
-        self._at_once = has_resident_cache and (self.device.is_cuda or bool(self.weights.groups))
-        self._layers = [n for n, layer in enumerate(stores.model.layers) for _ in layer.units]  # by stage
+        streams = any(part.weights.groups for part in stores.parts)
+        self._at_once = has_resident_cache and (self.part.device.is_cuda or streams)
         self._trimmed = time.perf_counter()
         self._hidden: dict[int, Tensor] = {}  # by chunk, of those that stay on the device
         self._open: dict[int, KVTensors] = {}  # KV blocks of the current layer, by batch
@@ -108,32 +111,50 @@ class Walk:
         """Give each row of a pass its next token, or end it."""
         self._begin(pass_)
         self.sink.expect(pass_.rows, self._at_once)
-        for number, stage in enumerate(self._stages()):
-            interrupts.check()
-            routed = self._routed.values()
-            self.prefetch.weights(number, routed)
-            w = self.weights.get(number, self.prefetch.wanted(number, routed))
-            for n, chunk in enumerate(pass_.chunks):
+        for prefetch in self._prefetchers:
+            self._enter(prefetch)
+            for number, (layer, stage) in enumerate(self._stages()):
                 interrupts.check()
-                with self.meter.chunk(chunk):
-                    stage(n, chunk, w)
-            self.weights.release(number)
-            self.observer.on_layer(self._layers[number])
+                self._run_stage(number, stage)
+                self.observer.on_layer(layer)
+                self._source = prefetch
         for piece in pass_.pieces:
             piece.advance()
         if any(piece.is_prompt for piece in pass_.pieces):
-            self.device.release_gaps()
+            self.part.device.release_gaps()
 
-    def _stages(self) -> Iterator[Stage]:
-        """Embedding, units of the blocks, head: as the weight store numbers them."""
-        yield self._embed
-        for j, layer in enumerate(self.stores.model.layers[1:-1]):
-            _, *units = layer.units
-            yield partial(self._experts_chosen if units else self._block, j)
+    def _enter(self, prefetch: Prefetcher) -> None:
+        """Go on with the part of the model that is on the next device."""
+        self.prefetch = prefetch
+        self.part = prefetch.part
+
+    def _stages(self) -> Iterator[tuple[int, Stage]]:
+        """The stages of a device, as its weight store numbers them, each with the index of its layer in the model:
+        embedding, units of the blocks, head."""
+        layers = self.stores.model.layers
+        span = self.part.span
+        if span.start == 0:
+            yield 0, self._embed
+        for j in span:
+            _, *units = layers[j + 1].units
+            yield j + 1, partial(self._experts_chosen if units else self._block, j)
             for unit in units:
                 of_experts = partial(self._experts, unit.experts, unit is units[-1])
-                yield of_experts if unit.experts else partial(self._join, j)
-        yield self._head
+                yield j + 1, of_experts if unit.experts else partial(self._join, j)
+        if span.stop == self.spec.layers:
+            yield len(layers) - 1, self._head
+
+    def _run_stage(self, number: int, stage: Stage) -> None:
+        """All chunks of the pass through a stage, given its number on the device."""
+        weights = self.part.weights
+        routed = self._routed.values()
+        self.prefetch.weights(number, routed)
+        w = weights.get(number, self.prefetch.wanted(number, routed))
+        for n, chunk in enumerate(self.pass_.chunks):
+            interrupts.check()
+            with self.meter.chunk(chunk, self.part.device):
+                stage(n, chunk, w)
+        weights.release(number)
 
     def _begin(self, pass_: Pass) -> None:
         self.pass_ = pass_
@@ -153,12 +174,13 @@ class Walk:
                 self._cached_lens[key] = max(cached_len, self._cached_lens.get(key, 0))
         rules = self.stores.rules
         lens = self._cached_lens  # not `self`: a cycle would keep a job's memory until Python looks for cycles
-        self.prefetch.begin(pass_, lambda layer, k: lens[rules[layer], k])
+        for prefetch in self._prefetchers:
+            prefetch.begin(pass_, lambda layer, k: lens[rules[layer], k])
 
     # stages
 
     def _embed(self, n: int, chunk: Chunk, w: Weights) -> None:
-        self._keep(n, chunk, self.family.embed(self.spec, w, self.weights.rows, chunk.ids(), chunk.positions))
+        self._keep(n, chunk, self.family.embed(self.spec, w, self.part.weights.rows, chunk.ids(), chunk.positions))
 
     def _block(self, j: int, n: int, chunk: Chunk, w: Weights) -> None:
         self._keep(n, chunk, self._through(self.family.block, j, n, chunk, w))
@@ -179,7 +201,7 @@ class Walk:
     def _experts(self, group: range, is_last: bool, n: int, chunk: Chunk, w: Weights) -> None:
         """A group of experts, for the tokens that were routed to them; after the last unit their sum is added."""
         state = self._taken(n, chunk)
-        if chunk.home is not None and self.stores.activations.moves(chunk.home.batch):
+        if chunk.home is not None and self.part.activations.moves(chunk.home.batch):
             state = state.clone()  # it is written back while its staging buffer is filled again
         hidden, x, total = state
         routing = self._routed[n]
@@ -221,12 +243,13 @@ class Walk:
     # hidden states between stages
 
     def _taken(self, n: int, chunk: Chunk, is_head: bool = False) -> Tensor:
-        """The hidden states (N, E) of chunk `n`, from the stage before."""
+        """The hidden states (N, E) of chunk `n`, from the stage before, which may have been on another device."""
         if chunk.home is None:
-            return self._hidden.pop(n)
-        hidden = self.stores.activations.get(chunk.home.batch, chunk.home.number)
-        self.prefetch.hidden(n, is_head)
-        return hidden
+            hidden = self._hidden.pop(n)
+        else:
+            hidden = self._source.part.activations.get(chunk.home.batch, chunk.home.number)
+            self._source.hidden(n, is_head)
+        return hidden.to(self.part.device.torch_device)
 
     def _keep(self, n: int, chunk: Chunk, hidden: Tensor) -> None:
         """Keep the hidden states (N, E) of chunk `n` for the next stage."""
@@ -234,7 +257,7 @@ class Walk:
             self._hidden[n] = hidden
             return
         home = chunk.home
-        self.stores.activations.put(home.batch, home.number, home.before * self.token_bytes, hidden)
+        self.part.activations.put(home.batch, home.number, home.before * self.token_bytes, hidden)
         self._trim_heap()
 
     def _trim_heap(self) -> None:
@@ -242,7 +265,7 @@ class Walk:
         again costs up to a sixth of prefill, so it is done only where it must be."""
         is_due = time.perf_counter() - self._trimmed > TRIM_SECONDS
         if is_due and memory.resident() > TRIM_OVER_PLAN * self.stores.job.plan.needed("ram"):
-            self.device.release_gaps()
+            self.part.device.release_gaps()
             self._trimmed = time.perf_counter()
 
     # attention
@@ -270,7 +293,7 @@ class Walk:
     def _read(self, j: int, piece: Piece, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         """Prefill. q, k, v (N, heads, D) of the prompts' tokens."""
         rule = self.stores.rules[j]
-        device = self.device.torch_device
+        device = self.part.device.torch_device
         past = piece.path and piece.path.text(j)
         q, k, v = map(piece.padded, (q, k, v))
         if piece.places and self.stores.has_cache:
@@ -306,15 +329,15 @@ class Walk:
                 found, _ = decode(rows, *(x[each.tokens] for x in qkv), each.lengths, sinks)
             context[each.tokens] = found
         self._slots[piece.batch] = slots
-        return context[:, :, 0].to(self.device.torch_device)
+        return context[:, :, 0].to(self.part.device.torch_device)
 
     def _opened(self, j: int, k: int) -> KVTensors:
         """A KV block, after its rows have moved to their new places."""
         batch = self.pass_.batches[k]
         if batch.opens is not None:
-            return self.stores.caches.blank(j, k)
+            return self.part.caches.blank(j, k)
         rule = self.stores.rules[j]
-        cache = self.stores.caches.get(j, k, self._cached_lens[rule, k])
+        cache = self.part.caches.get(j, k, self._cached_lens[rule, k])
         for source, target in batch.moves:
             row = batch.rows[target]
             cache.move(source, target, rule.cached_len(row.length, row.prompt_end))
@@ -326,9 +349,9 @@ class Walk:
         cache = self._open.pop(k)
         cached_len = self._cached_lens[self.stores.rules[j], k]
         if k not in self._steps:
-            self.stores.caches.store_all(j, k, cached_len)
+            self.part.caches.store_all(j, k, cached_len)
         else:
             after = Occupied(cached_len, batch.places, len(batch.rows))
             places = self._steps[k].places
-            self.stores.caches.store_step(j, k, cache, self._slots.pop(k), places, after)
+            self.part.caches.store_step(j, k, cache, self._slots.pop(k), places, after)
         self.prefetch.caches(j, k)  # into the staging buffer that is free now

@@ -63,7 +63,7 @@ class Streams:
         self.job = stores.job
         self.chunk = stores.job.workload.longest
         self.streams = [Stream() for _ in range(count)]
-        self.meter = Meter(stores.transport)
+        self.meter = Meter(stores.parts[-1].transport)
         self.ended: str | None = None
         stores.clear_caches()
 
@@ -149,7 +149,7 @@ class Streams:
         self._pass(walk, rows, is_chunk=True, is_last=is_last)
         while not isinstance(sink, DiscardLogits) and (running := [s for s in rows if s.finish_reason is None]):
             self._pass(walk, running, is_chunk=False, is_last=is_last)
-        self.stores.caches.drain()
+        self.stores.drain()
         for s in rows:
             if s.finish_reason == "error":
                 raise UserError(f"stream {s.index}: {s.error}")

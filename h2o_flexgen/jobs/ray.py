@@ -61,6 +61,8 @@ class RayLLM(LLM):
 
     def __init__(self, workers: Workers, **options):
         args = EngineArgs(**options)
+        if len(args.device_names) > 1:
+            raise UserError("`workers` have one device each: name one `device`, or leave it out")
         self.cluster = Cluster(workers, args.device)
         try:
             self.crew = Crew(self.cluster, _worker_options(args, options), self.worker_class)

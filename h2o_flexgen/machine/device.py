@@ -47,13 +47,36 @@ def open_device(name: str = "auto") -> Device:
     if device is None or device.type not in ("cpu", "cuda"):
         raise UserError(f"unknown device {name!r}: use auto, cpu, cuda or cuda:N")
     if device.type == "cpu":
-        return CpuDevice(device)
+        return CpuDevice(torch.device("cpu"))
     if (device.index or 0) >= torch.cuda.device_count():
         count = torch.cuda.device_count()
         other = f"the last is cuda:{count - 1}" if count else "leave `device` out to compute on the CPU"
         raise UserError(f"`device` {name}: this torch sees {count} CUDA devices: {other}")
     # an index: each thread has its own current device, and some calls need one
     return CudaDevice(torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index))
+
+
+def check_devices(devices: list[Device]) -> None:
+    """Raises UserError for devices on which one model cannot lie: of both kinds, or a GPU twice. The CPU may be there
+    several times, as so many pools of RAM."""
+    given = f"`device` {device_names(devices)}"
+    if len({device.is_cuda for device in devices}) > 1:
+        raise UserError(f"{given}: give GPUs alone, or the CPU alone, whose RAM GPUs use anyway")
+    gpus = [str(device) for device in devices if device.is_cuda]
+    if twice := [name for name in gpus if gpus.count(name) > 1]:
+        raise UserError(f"{given}: {twice[0]} is there twice")
+
+
+def device_names(devices: list[Device]) -> str:
+    """The names of devices, as a user gives them."""
+    return ",".join(map(str, devices))
+
+
+def pool_names(devices: list[Device]) -> list[str]:
+    """What a plan calls the memory of each device: of a single one it is the gpu tier."""
+    if len(devices) == 1:
+        return ["gpu"]
+    return [str(device) if device.is_cuda else f"cpu:{n}" for n, device in enumerate(devices)]
 
 
 class Device:
@@ -99,6 +122,9 @@ class Device:
 
     def unpin(self, since: int = 0) -> None:
         """Unpin all but the first `since` buffers of `host_buffer`; no copy may use them any more."""
+
+    def start(self, most_bytes: int | None) -> None:
+        """CUDA: load what computing takes now, and limit this process to `most_bytes` of device memory."""
 
     def free_bytes(self) -> int:
         """Bytes that can still be allocated on the device, torch's cached memory included."""

@@ -64,7 +64,8 @@ class Profile:
     command: str
     device: str  # "cpu" or "cuda"
     dtype: str  # of the computation
-    memory: dict[str, int]  # bytes by tier; without CUDA gpu and cpu are the same RAM
+    #: bytes by tier, or of several devices by device instead of "gpu"; without CUDA gpu and cpu are the same RAM
+    memory: dict[str, int]
     links: dict[str, Link]  # by name (LINKS); the disk's bypass the page cache, in requests as large as for a KV block
     #: rates of x @ W.T by kind and shape of W, including one more pass over the output (norm, activation or sum) or the
     #: choice of tokens. Kinds: "streamed"; "resident", where resident matrices are packed; "int8" and "int8 resident"

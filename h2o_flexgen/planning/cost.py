@@ -1,7 +1,8 @@
 """How long a job takes under a policy, on hardware as profiled.
 
 The model follows the engine: per layer, compute and the transfer queues run beside each other, and the slowest decides
-(FlexGen, arXiv 2303.06865, section 4.3, with this engine's queues).
+(FlexGen, arXiv 2303.06865, section 4.3, with this engine's queues). Several devices add up, since a pass goes through
+one after the other; each has links of its own, as fast as those of the first.
 """
 
 from __future__ import annotations

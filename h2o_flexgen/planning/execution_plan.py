@@ -52,3 +52,10 @@ class ExecutionPlan:
     least_free: int = 1
     predict: Callable[..., Prediction] | None = None
     curve: list[BudgetPoint] = field(default_factory=list)
+
+    def devices(self) -> list[dict]:
+        """What each of several devices holds, as plain data; nothing for a single one."""
+        return [
+            {"device": name, "first_layer": span.start, "layers": len(span), "planned_bytes": self.plan.needed(name)}
+            for name, span in zip(self.plan.pools, self.placement.spans)
+        ]

@@ -1,16 +1,26 @@
-"""The tier of every tensor and KV block, from sizes alone.
+"""The tier of every tensor and KV block, from sizes alone, and the device of every layer.
 
 Tensors and KV blocks are never split: a percentage is met by spreading them, with what one layer could not meet carried
-over to the next (error diffusion), so that every layer costs the same I/O.
+over to the next (error diffusion), so that every layer costs the same I/O. Several devices have a span of layers each:
+
+    embedding, layers 0 1 2 3 | layers 4 5 6 7, head
+    device 0                  | device 1
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import accumulate
+from typing import TypeVar
 
 from h2o_flexgen.policy import TIERS, Policy
+
+T = TypeVar("T")
+#: halvings of the interval in which the fill of devices is sought
+_HALVINGS = 32
 
 #: fractions of what is placed on each of TIERS, summing to 1
 Fractions = tuple[float, float, float]
@@ -25,12 +35,14 @@ class Placement:
         cache: tier by (decoder layer, batch).
         activations: tier by batch.
         sliced: the head's matrix if it is on disk and its matmul reads it a slice at a time, else None.
+        spans: the decoder layers of each device; the first also has the embedding, the last the head.
     """
 
     weights: dict[str, str]
     cache: dict[tuple[int, int], str]
     activations: list[str]
     sliced: str | None = None
+    spans: list[range] = field(default_factory=list)
 
     @classmethod
     def of(
@@ -40,7 +52,7 @@ class Placement:
         batches: int,
         nbytes: Callable[[str], int],
     ) -> Placement:
-        """The placement of a model, and of `batches` batches.
+        """The placement of a model, and of `batches` batches, on one device.
 
         Args:
             layers: {name: shape} of everything that each layer needs, embedding first, head last.
@@ -50,7 +62,58 @@ class Placement:
         weights |= place_weights([_matrices(layer, nbytes) for layer in layers], policy.fractions("weights"))
         blocks = [(layer, batch) for layer in range(len(layers) - 2) for batch in range(batches)]
         cache = spread(len(blocks), policy.fractions("cache"))
-        return cls(weights, dict(zip(blocks, cache)), list(spread(batches, policy.fractions("activations"))))
+        activations = list(spread(batches, policy.fractions("activations")))
+        return cls(weights, dict(zip(blocks, cache)), activations, spans=[range(len(layers) - 2)])
+
+    def cache_of(self, span: range) -> dict[tuple[int, int], str]:
+        """Tier by (decoder layer, batch), on the device of a span."""
+        return {key: tier for key, tier in self.cache.items() if key[0] in span}
+
+
+def of_span(span: range, layers: Sequence[T]) -> Sequence[T]:
+    """Of a model's layers, embedding first and head last, those of the device with a span of decoder layers."""
+    begin = span.start + 1 if span.start else 0
+    end = span.stop + 1 if span.stop < len(layers) - 2 else len(layers)
+    return layers[begin:end]
+
+
+def divide(sizes: Sequence[float], rooms: Sequence[float]) -> list[range]:
+    """The span of layers of each device, none of them empty, that fills the fullest one least.
+
+    Args:
+        sizes: bytes that each decoder layer takes of a device, with embedding and head in the first and the last.
+        rooms: bytes that each device has.
+    """
+    ends = list(accumulate(sizes, initial=0))
+    least = max(1, *rooms) / 1000  # a plan that does not fit says so
+    rooms = [max(least, room) for room in rooms]
+    low = 0.0
+    high = 2 * ends[-1] / min(rooms)  # any one device would hold them all
+    spans = _spans(ends, [high * room for room in rooms])
+    for _ in range(_HALVINGS):
+        fill = (low + high) / 2
+        found = _spans(ends, [fill * room for room in rooms])
+        if found is None:
+            low = fill
+        else:
+            high = fill
+            spans = found
+    return spans
+
+
+def _spans(ends: list[float], rooms: list[float]) -> list[range] | None:
+    """As many layers on each device as it has room for, but one at least, and one left for each that follows; None if
+    that is more than there is room for, or not all. `ends`: bytes before each layer, and of all."""
+    spans: list[range] = []
+    begin = 0
+    for n, room in enumerate(rooms):
+        most = len(ends) - 1 - (len(rooms) - 1 - n)
+        end = min(bisect_right(ends, ends[begin] + room) - 1, most)
+        if end == begin:
+            return None
+        spans.append(range(begin, end))
+        begin = end
+    return spans if begin == len(ends) - 1 else None
 
 
 class Diffusion:

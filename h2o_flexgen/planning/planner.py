@@ -8,7 +8,7 @@ from functools import cached_property, partial
 from itertools import product
 from math import gcd
 
-from h2o_flexgen.errors import PlanError
+from h2o_flexgen.errors import PlanError, UserError
 from h2o_flexgen.formats.forms import has_cache_format
 from h2o_flexgen.kv_cache import CacheRule, rule_for
 from h2o_flexgen.machine.profile import Profile
@@ -237,7 +237,11 @@ class Planner:
         kv_budget: KVBudget | str | None = None,
         compress_cache: str | None = None,
     ) -> list[CandidateJob]:
-        """The job under every weight format, cache format and KV budget that it may have; arguments as for `choose`."""
+        """The job under every weight format, cache format and KV budget that it may have; arguments as for `choose`.
+        Raises UserError for more devices than the model has layers."""
+        layers = self.model.spec.layers
+        if layers < len(resources.devices):
+            raise UserError(f"`device`: {len(resources.devices)} devices for a model with {layers} layers: give fewer")
         longest = workload.longest
         if kv_budget == "auto":
             budgets = budget_choices(self.constraints.min_hh_ratio, longest, longest + workload.gen_len)

@@ -161,8 +161,8 @@ class Relaxation:
         batches = batch_sizes(self.num_prompts, policy)
         nbytes = workspace_bytes(policy, self.shapes, self.workload.longest, batches, self.workload.cached_len)
         rows = decode_rows(batches, self.workload)
-        nbytes += rows * self.cost.layers.hidden_bytes
-        nbytes += self.resources.workspace + shared_bytes(self.shapes, self.resources)
+        nbytes += len(self.resources.devices) * (rows * self.cost.layers.hidden_bytes + self.resources.workspace)
+        nbytes += shared_bytes(self.shapes, self.resources)
         return nbytes if self.shapes.cuda else nbytes + self._process_bytes(policy)
 
     def _process_bytes(self, policy: Policy) -> int:

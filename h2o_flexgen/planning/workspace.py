@@ -27,15 +27,17 @@ _CODES = {"tiles": 1 + 2, "floats": 1 + 4, "cuda": 18}
 _SUMS = 12
 
 
-def workspace_bytes(policy: Policy, shapes: Shapes, longest: int, batches: list[int], cached_len: int = 0) -> int:
-    """The most that a layer or the head takes. `batches`: sequences of each batch, the largest first; `longest`: tokens
-    of the longest prompt; `cached_len`: tokens that the caches already hold."""
+def workspace_bytes(
+    policy: Policy, shapes: Shapes, longest: int, batches: list[int], cached_len: int = 0, has_head: bool = True
+) -> int:
+    """The most that a layer or the head takes, or, without `has_head`, a layer. `batches`: sequences of each batch, the
+    largest first; `longest`: tokens of the longest prompt; `cached_len`: tokens that the caches already hold."""
     rows = max(matmul_rows(batches, group_rows(shapes.spec))) * shapes.workload.row_tokens
     prefill = prefill_workspace(shapes, micro_tokens(policy.prefill_tokens, longest, batches[0]), longest, cached_len)
     return max(
         prefill,
         _decode_workspace(shapes, batches[0], rows),
-        _head_workspace(shapes, sum(batches) * shapes.workload.row_tokens),
+        _head_workspace(shapes, sum(batches) * shapes.workload.row_tokens) if has_head else 0,
     )
 
 

@@ -19,11 +19,21 @@ from h2o_flexgen.formats import dtype_name
 from h2o_flexgen.kernels import linear
 from h2o_flexgen.kernels.rates import KernelRates
 from h2o_flexgen.machine import memory
-from h2o_flexgen.machine.device import Device, open_device
+from h2o_flexgen.machine.device import Device, check_devices, open_device, pool_names
 from h2o_flexgen.machine.profile import Profile
 from h2o_flexgen.profiling.compute import CUDA, Scale, known_seconds, measure_compute, remainder
 from h2o_flexgen.profiling.links import measure_links
-from h2o_flexgen.profiling.machine import CROWDED, crowding, keep, kept_file, mount_point, read_kept, scheduled, stamp
+from h2o_flexgen.profiling.machine import (
+    CROWDED,
+    crowding,
+    keep,
+    kept_file,
+    machine,
+    mount_point,
+    read_kept,
+    scheduled,
+    stamp,
+)
 from h2o_flexgen.storage.disk import default_root
 from h2o_flexgen.utils.progress import bar
 
@@ -96,8 +106,9 @@ def kept_profile(device: Device, dtype: torch.dtype, offload_root: Path) -> Prof
 
 
 def _profile_file(device: Device, dtype: torch.dtype, offload_root: Path) -> Path:
-    disk = crc32(mount_point(offload_root).encode())  # jobs may alternate between disks
-    return kept_file(f"{device.torch_device.type}-{dtype_name(dtype)}-{disk:08x}")
+    gpu = machine(device=device)["gpu"] if device.is_cuda else ""
+    place = f"{mount_point(offload_root)}{gpu}"  # jobs may alternate between disks, and between kinds of GPUs
+    return kept_file(f"{device.torch_device.type}-{dtype_name(dtype)}-{crc32(place.encode()):08x}")
 
 
 @torch.inference_mode()
@@ -164,19 +175,24 @@ def this_machine(
     compute: str = "exact",
     quantised: bool = False,
 ) -> Profile:
-    """The profile of this machine, measured now if none is kept, with the memory that is free now. `dtype`, `compute`:
-    as for `LLM`; `declared`: the type of the weights; `quantised`: some of them are in 8 or 4 bits."""
+    """The profile of this machine, measured now if none is kept, with the memory that is free now; where there are
+    several devices, that of each instead of the gpu tier's. `device_name`, `dtype`, `compute`: as for `LLM`;
+    `declared`: the type of the weights; `quantised`: some of them are in 8 or 4 bits."""
     from transformers import AutoTokenizer  # noqa: F401  part of a job's baseline memory
 
-    device = open_device(device_name)
+    devices = [open_device(name.strip()) for name in device_name.split(",")]
+    check_devices(devices)
+    device = devices[0]
     root = Path(offload_dir) if offload_dir else default_root()
-    if device.is_cuda:
-        device.start(None)
+    for each in devices:
+        each.start(None)
     job = job_dtype(device, dtype, declared, compute=compute)
     prepare_loops(job, quantised, compute)
     baseline = memory.baseline()
     profile = load_or_measure(device, job, root)
     ram = memory.ram_in_all()
-    gpu = device.free_bytes() + device.workspace_bytes if device.is_cuda else ram
-    available = {"gpu": gpu, "cpu": ram, "disk": memory.disk_free(root)}
-    return replace(profile, memory=available, baseline_bytes=baseline, workspace_bytes=device.workspace_bytes)
+    available = {"cpu": ram, "disk": memory.disk_free(root)}
+    for name, each in zip(pool_names(devices), devices):
+        available[name] = each.free_bytes() + each.workspace_bytes if each.is_cuda else ram
+    workspace = max(each.workspace_bytes for each in devices)
+    return replace(profile, memory=available, baseline_bytes=baseline, workspace_bytes=workspace)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from copy import copy as shallow_copy
 from pathlib import Path
 
 from torch import Tensor
@@ -16,7 +17,7 @@ WORKERS = {"weights": 1, "cache": KV_BUFFERS, "activations": 1, "store": 1}
 
 
 class Transport:
-    """What the stores of one device share.
+    """What the stores of one device share, and with those of other devices (`beside`) files, requests and counts.
 
     Args:
         offload_root: the offload folder.
@@ -32,10 +33,23 @@ class Transport:
         self.offload_root = offload_root
         self.overlap = overlap
         self.io = DiskIO()
-        self.queues = {name: TransferQueue(device, name, overlap, count) for name, count in WORKERS.items()}
-        self._folder: OffloadFolder | None = None
+        self._folder = OffloadFolder(offload_root)
+        self._opened: list[TransferQueue] = []  # of all devices
+        self.queues = self._open(device)
         self._copied = {"cpu_to_gpu": 0, "gpu_to_cpu": 0}
         self._lock = threading.Lock()
+
+    def _open(self, device: Device) -> dict[str, TransferQueue]:
+        found = {name: TransferQueue(device, name, self.overlap, count) for name, count in WORKERS.items()}
+        self._opened += found.values()
+        return found
+
+    def beside(self, device: Device) -> Transport:
+        """The same for another device, with queues of its own; this one closes it."""
+        other = shallow_copy(self)
+        other.device = device
+        other.queues = self._open(device)
+        return other
 
     def to_device(self, dst: Tensor, src: Tensor) -> None:
         """Copy from RAM to the device, on the current stream."""
@@ -60,18 +74,15 @@ class Transport:
         """A new file of `nbytes` in the offload folder, None for 0. Raises UserError if there is no space for it."""
         if nbytes == 0:
             return None
-        if self._folder is None:
-            self._folder = OffloadFolder(self.offload_root)
         return self._folder.file(name, nbytes)
 
     def disk_bytes(self) -> int:
         """Bytes of the files in the offload folder."""
-        return 0 if self._folder is None else self._folder.size()
+        return self._folder.size()
 
     def close(self) -> None:
         """Wait for running transfers, drop waiting ones, and remove the files."""
-        for queue in self.queues.values():
+        for queue in self._opened:
             queue.close()
         self.io.close()
-        if self._folder is not None:
-            self._folder.close()
+        self._folder.close()

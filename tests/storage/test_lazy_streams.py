@@ -65,6 +65,10 @@ class Flush(TorchDispatchMode):
 class LazyDevice(CudaDevice):
     def __init__(self, name="auto"):
         super().__init__(torch.device("cpu"))
+        self.name = name
+
+    def __str__(self):
+        return self.name
 
     def buffer(self, nbytes):
         return torch.zeros(nbytes, dtype=torch.uint8)
@@ -176,12 +180,14 @@ POLICIES = [
 ]
 
 
-@pytest.mark.parametrize("n, policy", [*enumerate(POLICIES)], ids=str)
-def test_copies_that_run_as_late_as_events_allow_give_the_same_tokens(lazy, tiny, n, policy):
+@pytest.mark.parametrize(
+    "n, device", [*((n, "auto") for n in range(len(POLICIES))), *((n, "cuda:0,cuda:1") for n in (1, 4, 6))], ids=str
+)
+def test_copies_that_run_as_late_as_events_allow_give_the_same_tokens(lazy, tiny, n, device):
     """Policies alternate between a full cache and a budget; each meets every tier. Rows end one by one, and others take
     their places."""
     model = tiny("opt")
-    percent, cpu_compute, overlap = policy
+    percent, cpu_compute, overlap = POLICIES[n]
     budget = [None, (4, 4)][n % 2]
     budgets = (None, None) if budget is None else budget
     lengths = [5, 17, 9, 30, 12, 22, 7]
@@ -193,7 +199,7 @@ def test_copies_that_run_as_late_as_events_allow_give_the_same_tokens(lazy, tiny
         *[(3, 1), (2, 2)][n // 2 % 2], percent, overlap=overlap, cpu_cache_compute=cpu_compute, prefill_tokens=30
     )
     kv_budget = None if budget is None else sized(*budget)
-    with LLM(str(model.folder), policy, kv_budget, dtype="float32", progress=False) as engine:
+    with LLM(str(model.folder), policy, kv_budget, device, dtype="float32", progress=False) as engine:
         for _ in range(2):
             assert [o.outputs[0].token_ids for o in engine.generate(prompts, params)] == wanted
     assert percent[0] == 100 or any(stream.done for stream in streams)
