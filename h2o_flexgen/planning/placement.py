@@ -9,18 +9,16 @@ over to the next (error diffusion), so that every layer costs the same I/O. Seve
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import accumulate
 from typing import TypeVar
+
+import numpy as np
 
 from h2o_flexgen.policy import TIERS, Policy
 
 T = TypeVar("T")
-#: halvings of the interval in which the fill of devices is sought
-_HALVINGS = 32
 
 #: fractions of what is placed on each of TIERS, summing to 1
 Fractions = tuple[float, float, float]
@@ -84,36 +82,22 @@ def divide(sizes: Sequence[float], rooms: Sequence[float]) -> list[range]:
         sizes: bytes that each decoder layer takes of a device, with embedding and head in the first and the last.
         rooms: bytes that each device has.
     """
-    ends = list(accumulate(sizes, initial=0))
+    ends = np.cumsum([0, *sizes])
+    layers = np.triu(np.ones((len(ends), len(ends)), bool), 1)  # (begin, end): whether a span has any
+    taken = ends - ends[:, None]
     least = max(1, *rooms) / 1000  # a plan that does not fit says so
-    rooms = [max(least, room) for room in rooms]
-    low = 0.0
-    high = 2 * ends[-1] / min(rooms)  # any one device would hold them all
-    spans = _spans(ends, [high * room for room in rooms])
-    for _ in range(_HALVINGS):
-        fill = (low + high) / 2
-        found = _spans(ends, [fill * room for room in rooms])
-        if found is None:
-            low = fill
-        else:
-            high = fill
-            spans = found
-    return spans
-
-
-def _spans(ends: list[float], rooms: list[float]) -> list[range] | None:
-    """As many layers on each device as it has room for, but one at least, and one left for each that follows; None if
-    that is more than there is room for, or not all. `ends`: bytes before each layer, and of all."""
+    fullest = np.where(ends == 0, 0.0, np.inf)  # if the devices so far have the layers before `begin`
+    begins = []  # of each device, by its span's end
+    for room in rooms:
+        fill = np.where(layers, np.maximum(fullest[:, None], taken / max(least, room)), np.inf)
+        begins.append(fill.argmin(0))
+        fullest = fill.min(0)
     spans: list[range] = []
-    begin = 0
-    for n, room in enumerate(rooms):
-        most = len(ends) - 1 - (len(rooms) - 1 - n)
-        end = min(bisect_right(ends, ends[begin] + room) - 1, most)
-        if end == begin:
-            return None
-        spans.append(range(begin, end))
-        begin = end
-    return spans if begin == len(ends) - 1 else None
+    end = len(sizes)
+    for begin in reversed(begins):
+        spans.append(range(int(begin[end]), end))
+        end = spans[-1].start
+    return spans[::-1]
 
 
 class Diffusion:
