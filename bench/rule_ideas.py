@@ -135,7 +135,7 @@ TRIED = {
     "mean times the value's norm": "mean_value",
     "sum over the root of the age, times the norm": "root_age",
     "smoothed mean, no norm": "smoothed_unweighted",
-    "smoothed mean times the norm, fading slowly (default)": "smoothed",
+    "smoothed mean times the norm, fading slowly (`smoothed`)": "smoothed",
     "the same, without fading": "smoothed:decay=1",
     "the same, fading faster: by 0.998": "smoothed:decay=0.998",
     "the same, 64 more observations": "smoothed:queries=64",
