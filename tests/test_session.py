@@ -107,7 +107,7 @@ def rules() -> list[str]:
         "sinks": "sinks:first=2",
         "voted": "voted:window=4:pool=3",
     }
-    return [*found.values(), "h2o:first=1:last=3"]
+    return [*found.values(), "h2o:first=1:last=3", "voted"]
 
 
 @pytest.mark.parametrize("n, rule", [*enumerate(rules())])

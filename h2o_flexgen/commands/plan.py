@@ -16,7 +16,7 @@ from h2o_flexgen.errors import PlanError, UserError
 from h2o_flexgen.planning.budget import FORMATS, MIN_HH_RATIO
 from h2o_flexgen.planning.losses import weights_text
 from h2o_flexgen.planning.workload import Workload
-from h2o_flexgen.policy import DEFAULT_RULE, GIB, LIMITS, TIERS, KVBudget, Policy, gib
+from h2o_flexgen.policy import GIB, LIMITS, TIERS, KVBudget, Policy, gib
 from h2o_flexgen.utils.files import write_text
 
 #: prompts of a search without --num-prompts: enough for any block
@@ -276,10 +276,9 @@ def command_for(args: argparse.Namespace, workload: dict, choice, profile) -> st
     """The command that runs a policy."""
     policy = choice.policy
     budget = asdict(choice.kv_budget) if choice.kv_budget else {}
-    rule = budget.pop("rule", DEFAULT_RULE)
     rolling = budget.pop("position_rolling", False)
     arguments = {"model": args.model, "path": args.path, **workload}
-    arguments |= {**budget, "kv_rule": None if rule == DEFAULT_RULE else rule}
+    arguments |= {"kv_rule": budget.pop("rule", None), **budget}
     arguments |= {"gpu_batch_size": policy.gpu_batch_size, "num_gpu_batches": policy.num_gpu_batches}
     arguments |= {"device": profile.device if args.device == "auto" else args.device, "dtype": profile.dtype}
     arguments |= {"compress_weight": choice.compress_weight, "compress_cache": choice.compress_cache}

@@ -29,7 +29,7 @@ class Node:
     Attributes:
         parent: the node of its own prefix.
         prompt: token ids, beginning with the parent's.
-        ahead: tokens after it whose queries alone give scores (`CacheRule.voters`).
+        ahead: tokens after it that are never shared (`CacheRule.voters`).
         waiting: rows that begin with it and have not been computed.
         texts: by layer, K, V and the rule's state for the tokens after the parent's, with the scores of all tokens.
     """

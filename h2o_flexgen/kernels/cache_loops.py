@@ -93,6 +93,7 @@ def free_slots(heads: Heads, parts: Sequence[Candidates], newest: Tensor, window
         window: as in `Softmax`.
     """
     assert all(x.dtype == torch.float32 for x, _, _ in parts)
+    assert all(rank.shape == stays.shape == position.shape for rank, stays, position in parts)
     slots = torch.empty(len(newest), sum(map(len, heads)), dtype=torch.int64)
     tokens = np.array([_each(x) for x in zip(*parts)])
     sizes = _sizes([[x] for x, _, _ in parts])

@@ -181,7 +181,7 @@ class BudgetRule(CacheRule):
         sinks: Tensor | None = None,
     ) -> tuple[Tensor, Text]:
         """As `CacheRule.read`. Every query also adds its attention to the scores of all tokens that it sees. With one
-        new token this is a decode step, except for ties.
+        new token this is a decode step, except for ties and votes.
 
         Keys, and so scores, are laid out as
 
@@ -227,10 +227,10 @@ class BudgetRule(CacheRule):
         """`query_weights`, and 0 for padding, which is after `newest`. `prompt_end`: position of the prompt's last
         token, if it is not `newest`."""
         weights = self.query_weights(position, newest if prompt_end is None else prompt_end)
-        real = (position <= newest).float()
+        real = position <= newest
         if weights is None:
-            return real
-        return weights * (real if weights.dim() == 2 else real[:, None])
+            return real.float()
+        return torch.where(real if weights.dim() == 2 else real[:, None], weights, 0.0)
 
     @staticmethod
     def received(score: Tensor) -> dict[str, Tensor]:

@@ -30,7 +30,11 @@ class Part(NamedTuple):
     def candidates(self, rows: Rows) -> Candidates:
         """The slots that the new token may take."""
         tokens = Tokens(self.cache.metadata, rows.newest, rows.prompt_end)
-        return Candidates(self.rule.rank(tokens).float(), self.rule.protects(tokens), tokens.position)
+        shape = tokens.position.shape  # a rule may leave out axes along which it does not change
+        rank, stays = (
+            x.expand(shape).contiguous() for x in (self.rule.rank(tokens).float(), self.rule.protects(tokens))
+        )
+        return Candidates(rank, stays, tokens.position)
 
     @property
     def fields(self) -> list[list[Tensor]]:
@@ -41,7 +45,7 @@ class Part(NamedTuple):
 def decode(
     parts: list[Part], q: Tensor, k: Tensor, v: Tensor, rows: Rows, sinks: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`CacheRule.decode` of rules that are the same but for the number of slots."""
+    """`CacheRule.decode` of rules that differ only in the number of slots."""
     rule = parts[0].rule
     heads = tuple(part.heads for part in parts)
     slots = cache_loops.free_slots(heads, [part.candidates(rows) for part in parts], rows.newest, rule.softmax.window)

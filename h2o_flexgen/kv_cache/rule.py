@@ -56,6 +56,8 @@ class CacheRule:
     metadata: ClassVar[tuple[tuple[str, torch.dtype], ...]] = ()
     #: whether prefill sums the attention that each token of a prompt receives
     scores_prompt: ClassVar[bool] = False
+    #: whether a prompt's tokens have `votes` besides
+    has_votes: ClassVar[bool] = False
     #: with position rolling the model's RoPE: keys and queries then arrive unrotated, and are cached unrotated
     rope: ClassVar[Rope | None] = None
 
@@ -66,7 +68,7 @@ class CacheRule:
 
     @property
     def voters(self) -> int:
-        """How many of a prompt's last queries alone give scores, so that they cannot be shared; 0: all queries do."""
+        """How many of a prompt's last queries count differently and so cannot be shared; 0: none."""
         return 0
 
     def to_dict(self) -> dict | None:
@@ -249,7 +251,8 @@ class Text:
 
     def tail(self, begin: int) -> Text:
         """A copy of the tokens from `begin` on, with all of `score`, which belongs to the whole text."""
-        metadata = {name: x if name == "score" else x[:, :, begin:] for name, x in self.metadata.items()}
+        own = {name: x for name, x in self.metadata.items() if name != "votes"}  # which are still to come
+        metadata = {name: x if name == "score" else x[:, :, begin:] for name, x in own.items()}
         codes = self.codes and tuple(x[:, :, begin:] for x in self.codes)
         part = Text(self.k[:, :, begin:], self.v[:, :, begin:], codes, metadata, self.length - begin)
         return part._each(torch.clone)

@@ -17,11 +17,13 @@ class VotedCache(MeanAttentionCache):
     """The mean of attention, with SnapKV's votes for the prompt: our own.
 
     Keeps the last `recent` tokens and, of the others, the `heavy` ones that received most attention per query. The last
-    `window` queries of the prompt vote: a token counts what they gave to the one among its `pool` neighbours that got
-    most, so that it stays with its context (SnapKV, arXiv 2404.14469, section 4). Each query before them counts only
-    `others`, each one after the prompt 1.
+    `window` queries of the prompt vote: a token's votes are the most that any token in its neighbourhood of `pool`
+    received from them, so that it stays with its context (SnapKV, arXiv 2404.14469, section 4). Each query before them
+    counts only `others`, each one after the prompt 1.
     Why: the question stands at the end of a prompt, and what it attends to is what the output will need. A mean over
     all queries drops what the text itself never returns to; votes alone drop what it does return to.
+
+    In a stream each chunk is a prompt, so that earlier votes count too much: `smoothed` is better there.
 
     Args:
         window: number of the last queries of the prompt, which vote.
@@ -34,6 +36,7 @@ class VotedCache(MeanAttentionCache):
     others: float = 0.3
 
     name = "voted"
+    has_votes = True
 
     def __post_init__(self):
         super().__post_init__()
@@ -51,7 +54,8 @@ class VotedCache(MeanAttentionCache):
 
     def prompt_scores(self, metadata: dict[str, Tensor]) -> Tensor:
         # padding between cached and new tokens must not part neighbours
-        order = (metadata["position"] < 0).sort(dim=-1, stable=True).indices
+        is_empty = (metadata["position"] < 0).to(torch.int8)  # CUDA sorts no bools before torch 2.6
+        order = is_empty.sort(dim=-1, stable=True).indices
         most = F.max_pool1d(metadata["votes"].gather(-1, order), self.pool, 1, self.pool // 2)
         return torch.empty_like(most).scatter_(-1, order, most).add_(metadata["score"])
 

@@ -144,7 +144,8 @@ class Losses:
         budgets = sorted((loss.ratio, loss.rise) for loss in in_format if loss.rule == rule and not loss.is_full)
         if not budgets or self.hh_share != 0.5:
             name = f"rule {rule}" + (f" in {compress_cache}" if compress_cache else "")
-            raise UserError(f"`quality` {self.path} has no budget of {name} that is half heavy, half recent")
+            missing = f"has no budget of {name} that is half heavy, half recent"
+            raise UserError(f"`quality` {self.path} {missing}: measure it with h2o-flexgen quality")
         smallest, _ = budgets[0]
         if ratio < smallest:
             return None

@@ -110,11 +110,12 @@ def _prefill_attention_bytes(shapes: Shapes, tokens: int, longest: int, cached_l
 
 
 def _score_bytes(shapes: Shapes) -> int:
-    """Of a prompt's token in one KV head: two scores in fp32, what else the rule remembers, and the sort's key and
-    index."""
+    """Of a prompt's token in one KV head: two scores in fp32, what else the rule remembers, the sort's key and index,
+    and for votes these, the order of tokens and the pool."""
     metadata = dict(shapes.rule.metadata)
     remembered = sum(metadata[name].itemsize for name in metadata.keys() - {"score", "position"})
-    return 4 + 4 + remembered + 4 + 8
+    votes = 4 + (1 + 8) if shapes.rule.has_votes else 0
+    return 4 + 4 + remembered + 4 + 8 + votes
 
 
 def chunk_bytes(shapes: Shapes, tokens: int, longest: int, cached_len: int = 0) -> int:

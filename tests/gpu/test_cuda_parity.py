@@ -15,6 +15,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 LENGTHS = [5, 17, 9, 21, 1, 12, 3]
 BUDGET = (4, 4)
+#: of the default rule, with options for short prompts
+VOTED = (*BUDGET, "voted:window=4:pool=3")
 GEN = 24
 
 
@@ -73,7 +75,7 @@ def tokens(outputs):
 
 @pytest.fixture(scope="module")
 def prompts(models):
-    return models().clear_cut_prompts(LENGTHS, GEN, [(None, None), BUDGET])
+    return models().clear_cut_prompts(LENGTHS, GEN, [(None, None), BUDGET, VOTED])
 
 
 @pytest.fixture(scope="module")
@@ -81,14 +83,14 @@ def on_cpu(models, prompts):
     """By budget, the outputs on the CPU; with a full cache these are the tokens of transformers."""
     model = models()
     policy = dict(percent=(100, 0, 100, 0, 100, 0), gpu_batch_size=7)
-    found = {budget: generate(model, prompts, budget, device="cpu", **policy) for budget in (None, BUDGET)}
+    found = {budget: generate(model, prompts, budget, device="cpu", **policy) for budget in (None, BUDGET, VOTED)}
     for prompt, output in zip(prompts, found[None]):
         assert output.token_ids == model.transformers(prompt, GEN)[0]
     return found
 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "serial"])
-@pytest.mark.parametrize("budget", [None, BUDGET], ids=["full", "budget"])
+@pytest.mark.parametrize("budget", [None, BUDGET, VOTED], ids=["full", "budget", "voted"])
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 def test_tokens_in_fp32_are_those_of_the_cpu_under_every_policy(models, prompts, on_cpu, policy, budget, overlap):
     outputs = generate(models(), prompts, budget, overlap=overlap, **policy)

@@ -37,7 +37,7 @@ def budget_of(model, rule: str) -> KVBudget:
     return KVBudget(hh_size=4, recent_size=4, rule=rule, by_head=slots_of(model))
 
 
-@pytest.mark.parametrize("rule, cache", [("h2o", None), ("smoothed", "int8")])
+@pytest.mark.parametrize("rule, cache", [("h2o", None), ("smoothed", "int8"), ("voted:window=4:pool=3", None)])
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 def test_tokens_are_those_of_the_oracle_on_every_tier(tiny, policy, rule, cache):
     model = tiny("llama")
@@ -52,7 +52,7 @@ def test_tokens_are_those_of_the_oracle_on_every_tier(tiny, policy, rule, cache)
     assert [o.outputs[0].token_ids for o in found] == [trace.tokens for trace in expected]
 
 
-@pytest.mark.parametrize("rule", ["h2o", "smoothed", "decayed", "mean:first=2"])
+@pytest.mark.parametrize("rule", ["h2o", "smoothed", "voted", "decayed", "mean:first=2"])
 @pytest.mark.parametrize("cache", [None, "int8"])
 @pytest.mark.parametrize("rolls", [False, True], ids=["fixed_positions", "rolling_positions"])
 def test_groups_of_heads_with_as_many_slots_are_one_cache(rule, cache, rolls):

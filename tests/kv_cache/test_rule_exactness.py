@@ -333,7 +333,7 @@ def test_a_sequence_of_nan_does_not_affect_its_neighbours():
 
 
 #: (rule, whether positions roll)
-READ_ON = [(name, False) for name in ["full", *RULES]] + [("h2o", True), ("smoothed", True)]
+READ_ON = [(name, False) for name in ["full", *RULES]] + [(name, True) for name in ("h2o", "smoothed", "voted")]
 
 
 @pytest.mark.parametrize(("name", "rolling"), READ_ON)
