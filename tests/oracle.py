@@ -302,7 +302,7 @@ class Voted(Mean):
 
     gap = SnapKV.gap
 
-    def __init__(self, *args, window: int = 8, pool: int = 15, others: float = 0.3, **options):
+    def __init__(self, *args, window: int = 8, pool: int = 15, others: float = 0.05, **options):
         super().__init__(*args, **options)
         self.voters = window
         self.reach = pool // 2

@@ -33,7 +33,7 @@ class VotedCache(MeanAttentionCache):
 
     window: int = 8
     pool: int = 15
-    others: float = 0.3
+    others: float = 0.05
 
     name = "voted"
     has_votes = True
