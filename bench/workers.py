@@ -52,7 +52,7 @@ WIDE = SMALL | {"hidden_size": 768, "word_embed_proj_dim": 768, "ffn_dim": 3072,
 MILLION = (10_000, 1_000_000)
 KILLS = {"workers": 50, "driver": 10, "cluster": 5}
 PORT = 6397
-RUNS = 5
+RUNS = 3
 #: the most seconds between the start of a driver and its next row
 PATIENCE = 120.0
 #: seconds until a driver notices that its cluster has gone
