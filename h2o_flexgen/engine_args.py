@@ -124,7 +124,8 @@ class EngineArgs:
         if isinstance(self.hardware, (str, Path)):
             self.hardware = Profile.from_file(self.hardware)
         self.constraints = Constraints(**searched, min_hh_ratio=self.min_hh_ratio, losses=self.losses)
-        self.device_names = [name.strip() for name in str(self.device).split(",")]
+        given = self.device if isinstance(self.device, (list, tuple)) else str(self.device).split(",")
+        self.device_names = [str(name).strip() for name in given]
         self.caps = {tier: getattr(self, name) for tier, name in LIMITS.items()}
         self.caps["gpu"] = of_each_device(self.gpu_mem, len(self.device_names))
         for tier, limit in self.caps.items():

@@ -133,7 +133,8 @@ def test_a_searched_policy_fits_each_gpu():
     choice = planner.choose(Workload((128,) * 64, 16), gpus(8, 4))
     assert 20 < choice.policy.percent[0] < 60
     assert all(choice.plan.needed(name) <= limit for name, limit in choice.plan.pools.items())
-    assert len(choice.placement.spans[0]) == pytest.approx(2 * len(choice.placement.spans[1]), abs=6)
+    # more than twice as many, since buffers take as much of each
+    assert len(choice.placement.spans[0]) > 2 * len(choice.placement.spans[1])
 
 
 # bytes
@@ -216,7 +217,7 @@ def test_commands_show_each_device(tmp_path, capsys):
 def test_devices_that_cannot_be_used(tmp_path):
     first, second, again = (CudaDevice(torch.device("cuda", n)) for n in (0, 1, 0))
     check_devices([first, second])
-    with pytest.raises(UserError, match="cuda:0 is there twice"):
+    with pytest.raises(UserError, match="cuda:0 is given twice"):
         check_devices([first, second, again])
     with pytest.raises(UserError, match="GPUs alone, or the CPU alone"):
         check_devices([first, CpuDevice(torch.device("cpu"))])

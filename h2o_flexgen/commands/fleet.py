@@ -88,7 +88,7 @@ def add_options(parser: options.Parser) -> None:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raises UserError for prices that are not one for all kinds, or one for each, and for several devices."""
+    """Raises UserError unless there is one price, or one for each kind; or if workers get several devices."""
     if args.workers is not None and "," in args.device:
         raise UserError("--workers have one device each: name one with --device, or leave it out")
     if args.price is not None and args.workers is None:

@@ -155,7 +155,7 @@ def add_machine_options(parser: Parser, weights: tuple[str, ...] = ("int8", "int
     add("--disk-mem", type=gibibytes, metavar="GIB", help="use at most this much disk")
     add("--hardware", help="a profile by h2o-flexgen hardware (default: this machine, measured once)")
     add = parser.group(PLACEMENT)
-    gpu = "use at most this much GPU memory; without CUDA as --mem; of several devices of each, or as 10,8"
+    gpu = "use at most this much GPU memory (without CUDA: as --mem); of each of several devices, or as 10,8"
     add("--gpu-mem", type=gibibytes_each, metavar="GIB", help=gpu)
     cpu = "with CUDA or --percent: use at most this much RAM for the tier cpu"
     add("--cpu-mem", type=gibibytes, metavar="GIB", help=cpu)

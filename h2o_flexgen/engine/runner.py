@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Iterable, Iterator
-from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from math import inf
 from pathlib import Path
@@ -58,7 +57,7 @@ class Runner:
         model: LoadedModel,
         devices: list[Device],
         offload_root: Path,
-        gpu_mem: Seq[int | None],
+        gpu_mem: list[int | None],
         progress: bool,
     ):
         self.model = model

@@ -112,6 +112,8 @@ class Walk:
         self._begin(pass_)
         self.sink.expect(pass_.rows, self._at_once)
         for prefetch in self._prefetchers:
+            if prefetch.part is not self.part:  # its chunks and waits are timed from where it can begin
+                prefetch.part.device.wait(self.part.device.record())
             self._enter(prefetch)
             for number, (layer, stage) in enumerate(self._stages()):
                 interrupts.check()
@@ -249,6 +251,8 @@ class Walk:
         else:
             hidden = self._source.part.activations.get(chunk.home.batch, chunk.home.number)
             self._source.hidden(n, is_head)
+            if self._source is not self.prefetch:
+                self.prefetch.hidden(n, is_head)  # the next stage begins with what this one has put
         return hidden.to(self.part.device.torch_device)
 
     def _keep(self, n: int, chunk: Chunk, hidden: Tensor) -> None:

@@ -57,14 +57,14 @@ def open_device(name: str = "auto") -> Device:
 
 
 def check_devices(devices: list[Device]) -> None:
-    """Raises UserError for devices on which one model cannot lie: of both kinds, or a GPU twice. The CPU may be there
+    """Raises UserError for devices that cannot share a model: of both kinds, or a GPU twice. The CPU may be given
     several times, as so many pools of RAM."""
     given = f"`device` {device_names(devices)}"
     if len({device.is_cuda for device in devices}) > 1:
         raise UserError(f"{given}: give GPUs alone, or the CPU alone, whose RAM GPUs use anyway")
     gpus = [str(device) for device in devices if device.is_cuda]
     if twice := [name for name in gpus if gpus.count(name) > 1]:
-        raise UserError(f"{given}: {twice[0]} is there twice")
+        raise UserError(f"{given}: {twice[0]} is given twice")
 
 
 def device_names(devices: list[Device]) -> str:

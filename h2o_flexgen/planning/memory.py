@@ -89,8 +89,8 @@ class Resources:
             available = available | {pool: min(available[pool], caps["ram"]) for pool in in_ram}
         limits = {pool: n if own[pool] is None else min(n, own[pool]) for pool, n in available.items()}
         pools = {name: limits[name] for name in names if name != "gpu"}
-        if pools:
-            limits = {"gpu": sum(pools.values()), "cpu": limits["cpu"], "disk": limits["disk"]}
+        gpu = sum(pools.values()) if pools else limits["gpu"]
+        limits = {"gpu": gpu, "cpu": limits["cpu"], "disk": limits["disk"]}
         return cls(limits if cuda else limits | {"ram": available["cpu"]}, baseline, workspace, pools)
 
     @classmethod
@@ -207,8 +207,12 @@ def plan_policy(
         has_head = n == len(resources.devices) - 1
         items = _plan_computing(policy, shapes, placement, batches, workload, resources, has_head)
         computing.append(items)
-        rooms.append(limit - plan.needed(device) - sum(nbytes for tier, _, nbytes in items if tier == "gpu"))
-    placement.spans = divide(_layer_bytes(shapes, placement, layouts), rooms)
+        layers = shapes.layers if has_head else shapes.layers[:-1]
+        buffers = _weight_buffers(shapes, placement, policy.overlap, layers) if resources.pools else []
+        taken = sum(nbytes for tier, _, nbytes in [*items, *buffers] if tier == "gpu")
+        rooms.append(limit - plan.needed(device) - taken)
+    if resources.pools:
+        placement.spans = divide(_layer_bytes(shapes, placement, layouts), rooms)
     for device, span, items in zip(resources.devices, placement.spans, computing):
         layers = of_span(span, shapes.layers)
         plan.add_all(device, _plan_weights(shapes, placement, layers))

@@ -65,6 +65,8 @@ class Placement:
 
     def cache_of(self, span: range) -> dict[tuple[int, int], str]:
         """Tier by (decoder layer, batch), on the device of a span."""
+        if len(self.spans) == 1:
+            return self.cache
         return {key: tier for key, tier in self.cache.items() if key[0] in span}
 
 
@@ -86,7 +88,7 @@ def divide(sizes: Sequence[float], rooms: Sequence[float]) -> list[range]:
     layers = np.triu(np.ones((len(ends), len(ends)), bool), 1)  # (begin, end): whether a span has any
     taken = ends - ends[:, None]
     least = max(1, *rooms) / 1000  # a plan that does not fit says so
-    fullest = np.where(ends == 0, 0.0, np.inf)  # if the devices so far have the layers before `begin`
+    fullest = np.where(np.arange(len(ends)) == 0, 0.0, np.inf)  # if the devices so far have the layers before `begin`
     begins = []  # of each device, by its span's end
     for room in rooms:
         fill = np.where(layers, np.maximum(fullest[:, None], taken / max(least, room)), np.inf)

@@ -147,7 +147,9 @@ class Search:
             if not missing:  # but too slow
                 return None
             for tier, nbytes in missing.items():
-                limits[tier] -= max(nbytes, least)
+                # of what several devices have less, the one that is short has only its share less
+                shares = len(self.resources.devices) if tier == "gpu" else 1
+                limits[tier] -= max(shares * nbytes, least)
             to_beat = inf  # with reduced limits the relaxation is no longer a lower bound
         return None
 
