@@ -115,7 +115,7 @@ def test_prompts_with_parameters_of_their_own_share_a_block(tiny, tmp_path, perc
     tokens = model.reference(prompts[5], 20, *(budget or ())).tokens
     model = with_eos(model, tmp_path, tokens[4])
     params = [SamplingParams(**{"ignore_eos": True, **way}) for way in WAYS]
-    kv_budget = budget and KVBudget.from_size(*budget)
+    kv_budget = budget and zoo.sized(*budget)
     options = dict(device="cpu", dtype="float32", progress=False)
     with LLM(str(model.folder), Policy(3, 2, percent), kv_budget, **options) as llm:
         outputs = llm.generate(prompts, params)
@@ -266,7 +266,7 @@ def test_one_llm_runs_different_jobs_one_after_the_other(tiny, budget):
         (LENGTHS, 12, dict(gpu_batch_size=4, percent=ALL_CPU, cpu_cache_compute=True)),
         (LENGTHS, 12, dict(gpu_batch_size=3, num_gpu_batches=2)),
     ]
-    kv_budget = KVBudget.from_size(*budget) if budget else None
+    kv_budget = zoo.sized(*budget) if budget else None
     with LLM(str(model.folder), Policy(), kv_budget, device="cpu", dtype="float32", progress=False) as llm:
         for lengths, max_tokens, policy in jobs:
             prompts = model.clear_cut_prompts(lengths, 20, [budget or (None, None)])
