@@ -1,6 +1,6 @@
 """`bench.format_rates` as on a CPU that has AVX2, but neither AVX-512 nor instructions for int8 or bf16.
 
-python -m bench.format_rates_avx2 --output docs/benchmarks/format_rates_avx2.json
+python -m bench.format_rates_avx2 --output docs/benchmarks/format_rates_no_avx512.json
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import exp
 
 from bench.common import RESULTS, ROOT, load_result
@@ -603,6 +603,20 @@ VERSIONS = Table(
     },
     against_older,
 )
+#: matmuls of blocks as stored
+BLOCK_RATES = Table(
+    {
+        "weights as stored": "{format}",
+        "8 rows": "{rows_8:.2f}",
+        "32": "{rows_32:.2f}",
+        "128": "{rows_128:.2f}",
+        "512": "{rows_512:.2f}",
+        "128 rows / Q4_0's": "{of_q4_0:.2f}",
+    },
+    "blocks",
+    file="format_rates",
+    above="A matrix of 4,096 x 4,096, {threads} threads, TOP/s.",
+)
 TABLES = {
     "labels": Table(
         {"labels are": "{way}", "seconds": "{seconds:.1f}", "speed": "{speed:.1f}x"},
@@ -717,19 +731,8 @@ TABLES = {
         "decoding",
         file="format_rates",
     ),
-    "block_rates": Table(
-        {
-            "weights as stored": "{format}",
-            "8 rows": "{rows_8:.2f}",
-            "32": "{rows_32:.2f}",
-            "128": "{rows_128:.2f}",
-            "512": "{rows_512:.2f}",
-            "128 rows / Q4_0's": "{of_q4_0:.2f}",
-        },
-        "blocks",
-        file="format_rates",
-        above="A matrix of 4,096 x 4,096, {threads} threads, TOP/s.",
-    ),
+    "block_rates": BLOCK_RATES,
+    "block_rates_no_avx512": replace(BLOCK_RATES, file="format_rates_no_avx512"),
     "file_formats": Table(
         {
             "file": "{file}",
