@@ -276,9 +276,10 @@ def command_for(args: argparse.Namespace, workload: dict, choice, profile) -> st
     """The command that runs a policy."""
     policy = choice.policy
     budget = asdict(choice.kv_budget) if choice.kv_budget else {}
+    rule = budget.pop("rule", None)
     rolling = budget.pop("position_rolling", False)
     arguments = {"model": args.model, "path": args.path, **workload}
-    arguments |= {"kv_rule": budget.pop("rule", None), **budget}
+    arguments |= {"kv_rule": rule, **budget}
     arguments |= {"gpu_batch_size": policy.gpu_batch_size, "num_gpu_batches": policy.num_gpu_batches}
     arguments |= {"device": profile.device if args.device == "auto" else args.device, "dtype": profile.dtype}
     arguments |= {"compress_weight": choice.compress_weight, "compress_cache": choice.compress_cache}

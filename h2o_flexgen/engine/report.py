@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from typing import NamedTuple
 
 from h2o_flexgen.engine.batch import Chunk
 from h2o_flexgen.engine.scheduler import Pass
@@ -18,6 +19,18 @@ from h2o_flexgen.policy import TIERS
 from h2o_flexgen.storage.transport import Transport
 
 PHASES = ("prefill", "decode")
+
+
+class TimedChunk(NamedTuple):
+    """A chunk in one stage, between two marks of its device."""
+
+    prompt_share: float
+    device: Device
+    begin: object
+    end: object
+
+    def seconds(self) -> float:
+        return self.device.seconds_between(self.begin, self.end)
 
 
 class Meter:
@@ -49,7 +62,7 @@ class Meter:
         self.prompt_tokens = 0
         self.prompts = 0  # some have several answers
         self.lengths = array("i")
-        self._chunks: list[tuple] = []  # (prompt share, how marks are subtracted, begin, end)
+        self._chunks: list[TimedChunk] = []
         self._prefill = 1.0  # the fraction of the last pass that was prefill
 
     @property
@@ -66,7 +79,7 @@ class Meter:
         """Time a chunk in one stage on a device."""
         begin = device.mark()
         yield
-        self._chunks.append((chunk.prompt_share, device.seconds_between, begin, device.mark()))
+        self._chunks.append(TimedChunk(chunk.prompt_share, device, begin, device.mark()))
 
     def end_pass(self, pass_: Pass) -> None:
         self.passes += 1
@@ -88,7 +101,7 @@ class Meter:
 
     def stop(self) -> None:
         """Add up what was measured since the last pass began."""
-        spans = [(part, seconds_between(begin, end)) for part, seconds_between, begin, end in self._chunks]
+        spans = [(chunk.prompt_share, chunk.seconds()) for chunk in self._chunks]
         self._chunks.clear()
         since = self._since
         counted = self._counted

@@ -108,7 +108,7 @@ class Rows:
         old = before[:, 1].astype(DIGEST).tobytes()
         index = -1
         for index, (number, line) in enumerate(self._numbered()):
-            if hashlib.sha256(line).digest()[:8] == old[8 * index : 8 * index + 8]:
+            if _hash_bytes(line) == old[8 * index : 8 * index + 8]:
                 continue
             row = self.parse(line, index, number)
             known[2 * index : 2 * index + 2] = array("Q", (id_hash(row.id), int(row.digest, 16)))
@@ -263,7 +263,11 @@ def _prompt(data: dict) -> str | list[int] | Conversation:
 
 def short_hash(content: bytes) -> int:
     """64 bits."""
-    return int.from_bytes(hashlib.sha256(content).digest()[:8])
+    return int.from_bytes(_hash_bytes(content))
+
+
+def _hash_bytes(content: bytes) -> bytes:
+    return hashlib.sha256(content).digest()[:8]
 
 
 def _digest(content: bytes) -> str:

@@ -8,14 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from h2o_flexgen.kv_cache.budget_rule import BudgetRule
 from h2o_flexgen.kv_cache.full import WindowCache, append, full_segments
 from h2o_flexgen.kv_cache.layout import KVTensors
 from h2o_flexgen.kv_cache.rule import CacheRule, Rows, Tokens
+from h2o_flexgen.kv_cache.votes import VotingRule
 
 
 @dataclass(frozen=True)
-class SnapKVCache(BudgetRule):
+class SnapKVCache(VotingRule):
     """SnapKV (arXiv 2404.14469, section 4).
 
     Keeps the last `recent` tokens of the prompt, the `heavy` others with the most votes, and every generated token, so
@@ -25,13 +25,10 @@ class SnapKVCache(BudgetRule):
     Why: the question stands at the end of a prompt, and what it attends to is what the output will need.
 
     Args:
-        window: number of the last queries of the prompt, which vote.
-        pool: size of the neighbourhood that votes are pooled over, including the token itself; odd.
+        window, pool: as for `VotingRule`.
         pooling: "max" as in the paper's experiments, or "avg".
     """
 
-    window: int = 32
-    pool: int = 7
     pooling: str = "max"
 
     name = "snapkv"
@@ -39,8 +36,6 @@ class SnapKVCache(BudgetRule):
 
     def __post_init__(self):
         super().__post_init__()
-        self.require(self.window >= 1, "window must be 1 or more")
-        self.require(self.pool % 2 == 1 and self.pool >= 1, "pool must be odd, 1 or more")
         self.require(self.pooling in ("max", "avg"), "pooling must be max or avg")
 
     def in_layer(self, layer: int) -> CacheRule:
@@ -57,12 +52,8 @@ class SnapKVCache(BudgetRule):
     def cached_len(self, length: int, prompt: int) -> int:
         return length - max(0, prompt - self.slots)
 
-    @property
-    def voters(self) -> int:
-        return self.window
-
     def query_weights(self, position: Tensor, newest: Tensor) -> Tensor:
-        return (position > newest - self.window).float()
+        return self.has_vote(position, newest)
 
     def rank(self, tokens: Tokens) -> Tensor:
         # the window stays in any case: it must not help its neighbours

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from h2o_flexgen.kv_cache.mean import MeanAttentionCache
 from h2o_flexgen.kv_cache.rule import Tokens
+from h2o_flexgen.kv_cache.votes import VotingRule
 
 
 @dataclass(frozen=True)
-class VotedCache(MeanAttentionCache):
+class VotedCache(VotingRule, MeanAttentionCache):
     """The mean of attention, with SnapKV's votes for the prompt: our own.
 
     Keeps the last `recent` tokens and, of the others, the `heavy` ones that received most attention per query. The last
@@ -26,8 +27,7 @@ class VotedCache(MeanAttentionCache):
     In a stream each chunk is a prompt, so that earlier votes count too much: `smoothed` is better there.
 
     Args:
-        window: number of the last queries of the prompt, which vote.
-        pool: size of a neighbourhood, including the token itself; odd.
+        window, pool: as for `VotingRule`.
         others: weight of a query that does not vote, in [0, 1]; 1 without a neighbourhood is the mean.
     """
 
@@ -40,16 +40,10 @@ class VotedCache(MeanAttentionCache):
 
     def __post_init__(self):
         super().__post_init__()
-        self.require(self.window >= 1, "window must be 1 or more")
-        self.require(self.pool % 2 == 1 and self.pool >= 1, "pool must be odd, 1 or more")
         self.require(0 <= self.others <= 1, "others must lie in [0, 1]")
 
-    @property
-    def voters(self) -> int:
-        return self.window
-
     def query_weights(self, position: Tensor, newest: Tensor) -> Tensor:
-        votes = (position > newest - self.window).float()
+        votes = self.has_vote(position, newest)
         return torch.stack([self.others * (1 - votes), votes], 1)
 
     def prompt_scores(self, metadata: dict[str, Tensor]) -> Tensor:
