@@ -15,7 +15,8 @@ from gguf_tools import apart, write_gguf
 from safetensors.torch import load_file, save_file
 
 from h2o_flexgen import LLM, Policy, SamplingParams, UserError
-from h2o_flexgen.formats.forms import names_of
+from h2o_flexgen.formats import Dense, Int4
+from h2o_flexgen.formats.forms import Form, names_of
 from h2o_flexgen.kernels.attention import causal_attention
 from h2o_flexgen.kernels.experts import Routing
 from h2o_flexgen.kernels.linear import linear
@@ -23,6 +24,7 @@ from h2o_flexgen.models import spec as spec_module
 from h2o_flexgen.models.gguf import GGUFFile
 from h2o_flexgen.models.registry import family, read_spec
 from h2o_flexgen.profiling.layer_model import LayerModel
+from h2o_flexgen.storage.staging import StagedExperts, expert_bytes
 
 LENGTHS = [5, 17, 9, 2]
 BUDGET = (4, 4)
@@ -80,12 +82,13 @@ def test_rows_that_enter_beside_others(tiny, run, name):
     assert outputs == [trace.tokens[:n] for trace, n in zip(model.references(prompts, 8), lengths)]
 
 
-def read_bytes(model, prompts, monkeypatch, share):
-    """Bytes that decode steps read."""
+def read_bytes(model, prompts, monkeypatch, share, on_disk=True):
+    """Bytes of weights that decode steps read, from disk or from another place in RAM."""
     monkeypatch.setattr("h2o_flexgen.planning.workload.ALL_EXPERTS", share)
-    with LLM(str(model.folder), Policy(len(prompts), percent=(0, 0, 100, 0, 100, 0)), **OPTIONS) as llm:
+    percent = (0, 0 if on_disk else 100, 100, 0, 100, 0)
+    with LLM(str(model.folder), Policy(len(prompts), percent=percent), **OPTIONS) as llm:
         llm.generate(prompts, SamplingParams(max_tokens=9, ignore_eos=True))
-        return llm.report["decode"]["bytes_moved"]["disk_to_cpu"]
+        return llm.report["decode"]["bytes_moved"]["disk_to_cpu" if on_disk else "cpu_to_gpu"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -105,15 +108,35 @@ def test_layers_that_are_read_when_they_are_needed(tiny, name):
     assert all(torch.equal(each, found[0]) for each in found)
 
 
-def test_experts_without_a_token_are_not_read(tmp_path, monkeypatch):
+@pytest.mark.parametrize("on_disk", [True, False], ids=["disk", "RAM"])
+def test_experts_without_a_token_are_not_read(tmp_path, monkeypatch, on_disk):
     changes = dict(num_experts=16, num_experts_per_tok=1, num_hidden_layers=2, moe_intermediate_size=512)
     model = zoo.build("qwen3_moe", tmp_path, **changes)
     (few,) = ([prompt] for prompt in model.prompts([5]))
-    all_of_them = read_bytes(model, few, monkeypatch, share=0.0)
-    wanted = read_bytes(model, few, monkeypatch, share=0.9)
+    all_of_them = read_bytes(model, few, monkeypatch, 0.0, on_disk)
+    wanted = read_bytes(model, few, monkeypatch, 0.9, on_disk)
     assert wanted < all_of_them / 4
     many = model.prompts([5] * 40)
-    assert read_bytes(model, many, monkeypatch, share=0.9) == read_bytes(model, many, monkeypatch, share=0.0)
+    assert read_bytes(model, many, monkeypatch, 0.9, on_disk) == read_bytes(model, many, monkeypatch, 0.0, on_disk)
+
+
+def test_experts_without_a_token_are_not_decoded():
+    """Where they stay in RAM as stored, and matmuls read floats."""
+    stored = Int4(32)
+    floats = torch.randn(4 * 8, 64, generator=torch.Generator().manual_seed(0))
+    matrix = stored.view(torch.empty(stored.nbytes(floats.shape), dtype=torch.uint8), floats.shape)
+    stored.encode(floats, matrix.raw)
+    form = Form(stored, stored, Dense(torch.float32))
+    each = expert_bytes("gpu", form, (8, 64), cuda=False)
+    experts = StagedExperts(matrix, floats.shape, form, each, 4)
+    buffer = torch.full((experts.size.converted,), 255, dtype=torch.uint8)
+    experts.choose({2})
+    none, _, decoded, _ = experts.operand(buffer)
+    assert none is None
+    assert torch.equal(decoded, matrix.to(torch.float32)[16:24])
+    assert (buffer == 255).sum() >= 3 * each.converted
+    experts.choose(None)
+    assert torch.equal(torch.cat(experts.operand(buffer)), matrix.to(torch.float32))
 
 
 @pytest.mark.parametrize(

@@ -95,9 +95,8 @@ class StagedTensor:
     def __post_init__(self):
         self.tensor = self.source  # on the device; a streamed one is in the staging buffer from `stage` on
 
-    def stage(self, buffer: Tensor, host: Tensor, wanted: Collection[int] | None = None) -> list[HostCopy | PagedRead]:
-        """Take its part of a staging buffer; returns the transfers that fill it. On CUDA disk reads land in `host`.
-        `wanted`: as for `StagedExperts`."""
+    def stage(self, buffer: Tensor, host: Tensor) -> list[HostCopy | PagedRead]:
+        """Take its part of a staging buffer; returns the transfers that fill it. On CUDA disk reads land in `host`."""
         return [self._transfer(buffer, host)]
 
     def _transfer(self, buffer: Tensor, host: Tensor) -> HostCopy | PagedRead:
@@ -129,8 +128,8 @@ class StagedTensor:
 
 
 class StagedExperts(StagedTensor):
-    """The same matrix of several experts, below each other in `source`. They are staged together, or each by itself if
-    only some are wanted or they are apart in the files."""
+    """The same matrix of several experts, below each other in `source`. They are staged and converted together, or each
+    by itself if only some are wanted or they are apart in the files."""
 
     def __init__(
         self, source: Tensor | Quantised | Stored | Stack, shape: Shape, form: Form, each: StagingBytes, count: int
@@ -138,28 +137,39 @@ class StagedExperts(StagedTensor):
         super().__init__(source, shape, form, each.times(count))
         self.each = each
         self.count = count
-        self._staged: list[StagedTensor | None] | None = None  # by expert; None: all are together
+        self._chosen: list[StagedTensor | None] | None = None  # by expert; None: all are together
 
-    def stage(self, buffer: Tensor, host: Tensor, wanted: Collection[int] | None = None) -> list[HostCopy | PagedRead]:
-        """`wanted`: the experts, counted from the first one here; None: all."""
-        is_stack = isinstance(self.source, Stack)
-        self._staged = None
-        if not is_stack and (wanted is None or not isinstance(self.source, Stored)):
-            return super().stage(buffer, host)
+    def choose(self, wanted: Collection[int] | None) -> None:
+        """Which experts are staged and converted, counted from the first one here; None: all. All are together where
+        one of them is in several places in RAM: its codes, and its scales."""
+        is_apart = isinstance(self.source, Quantised) and len(self.form.kept.row_bytes(self.shape[-1])) > 1
+        if is_apart or (wanted is None and not isinstance(self.source, Stack)):
+            self._chosen = None
+            return
         wanted = range(self.count) if wanted is None else wanted
-        self._staged = [self._expert(n) if n in wanted else None for n in range(self.count)]
-        return [transfer for each in self._staged if each for transfer in each.stage(buffer, host)]
+        self._chosen = [self._expert(n, part) if n in wanted else None for n, part in enumerate(self._parts())]
 
-    def _expert(self, n: int) -> StagedTensor:
-        height = self.shape[0] // self.count
-        stored = self.source.rows(n * height, height)
-        return StagedTensor(stored, stored.shape, self.form, self.each, self.begin + self.each.times(n))
+    def _parts(self) -> list[Tensor | Quantised | Int8Weight | Stored]:
+        """Each expert's part of the source."""
+        if isinstance(self.source, Stored | Stack):
+            height = self.shape[0] // self.count
+            return [self.source.rows(n * height, height) for n in range(self.count)]
+        return split_rows(self.source, self.count)
+
+    def _expert(self, n: int, source: Tensor | Quantised | Int8Weight | Stored) -> StagedTensor:
+        shape = (self.shape[0] // self.count, *self.shape[1:])
+        return StagedTensor(source, shape, self.form, self.each, self.begin + self.each.times(n))
+
+    def stage(self, buffer: Tensor, host: Tensor) -> list[HostCopy | PagedRead]:
+        if self._chosen is None:
+            return super().stage(buffer, host)
+        return [transfer for each in self._chosen if each for transfer in each.stage(buffer, host)]
 
     def operand(self, buffer: Tensor) -> list[Tensor | Quantised | Int8Weight | None]:
         """What the matmuls of each expert are given; None for those that are not wanted."""
-        if self._staged is None:
+        if self._chosen is None:
             return split_rows(super().operand(buffer), self.count)
-        return [each and each.operand(buffer) for each in self._staged]
+        return [each and each.operand(buffer) for each in self._chosen]
 
 
 class SlicedTensor(SlicedWeight):

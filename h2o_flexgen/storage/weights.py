@@ -181,7 +181,7 @@ class WeightStore:
 
     def prefetch(self, number: int, wanted: Collection[int] | None = None) -> None:
         """Start to stage a unit, if there is overlap and it is not staged yet, or to read its first slices. What is
-        prefetched stays for the next block, or the next job. `wanted`: as for `StagedExperts`."""
+        prefetched stays for the next block, or the next job. `wanted`: as for `StagedExperts.choose`."""
         if self.transport.overlap:
             self._start(number, wanted)
             for tensor in self._units[number].values():
@@ -189,7 +189,12 @@ class WeightStore:
                     tensor.prefetch()
 
     def _start(self, number: int, wanted: Collection[int] | None = None) -> None:
-        if number in self._jobs or number not in self._first:
+        if number in self._jobs:
+            return
+        for tensor in self._units[number].values():
+            if isinstance(tensor, StagedExperts):
+                tensor.choose(wanted)
+        if number not in self._first:
             return
         is_first = self._first[number] == number
         if is_first:
@@ -197,7 +202,7 @@ class WeightStore:
         index = self._buffer
         buffers = (self._buffers[index], self._hosts[index])
         streamed = [tensor for tensor in self._units[number].values() if tensor.size.device]
-        transfers = [transfer for tensor in streamed for transfer in tensor.stage(*buffers, wanted)]
+        transfers = [transfer for tensor in streamed for transfer in tensor.stage(*buffers)]
         if not self.device.is_cuda:  # the buffer is free now: queue its reads behind those of the unit before
             self._request(transfers)
         elif is_first:
@@ -224,7 +229,7 @@ class WeightStore:
         self, number: int, wanted: Collection[int] | None = None
     ) -> dict[str, Tensor | Quantised | Int8Weight | SlicedTensor | list]:
         """The weights of a unit on the device by short name, until `release`: of experts a list each. Compute waits
-        until they are loaded. `wanted`: as for `StagedExperts`."""
+        until they are loaded. `wanted`: as for `StagedExperts.choose`."""
         self._start(number, wanted)
         self.device.stall_on(self._jobs.get(number), "weights")
         return {short: tensor.operand(self._converted) for short, tensor in self._units[number].items()}
