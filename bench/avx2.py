@@ -1,11 +1,12 @@
-"""`bench.format_rates` as on a CPU that has AVX2, but neither AVX-512 nor instructions for int8 or bf16.
+"""Run a module as on a CPU that has AVX2, but neither AVX-512 nor instructions for int8 or bf16.
 
-python -m bench.format_rates_avx2 --output docs/benchmarks/format_rates_no_avx512.json
+python -m bench.avx2 bench.format_rates --output docs/benchmarks/format_rates_no_avx512.json
 """
 
 from __future__ import annotations
 
 import os
+import runpy
 import sys
 
 import llvmlite.binding
@@ -25,6 +26,5 @@ def restrict() -> None:
 
 if __name__ == "__main__":
     restrict()
-    from bench import format_rates
-
-    format_rates.main("python -m bench.format_rates_avx2")
+    sys.argv = sys.argv[1:]
+    runpy.run_module(sys.argv[0], run_name="__main__")

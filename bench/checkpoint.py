@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 
-from bench.rows import DEMO
+from bench.rows import DEMO, SKEWED
 from h2o_flexgen.formats import GGUF
 from h2o_flexgen.formats.layout import EXPONENT
 from h2o_flexgen.models.registry import family, named_config, spec_of
@@ -26,16 +26,18 @@ SHARD = 1 << 30
 POOL = (1 << 24) - 3
 #: standard deviation of random weights
 STD = 0.02
+#: standard deviation of the logarithm of its rows' lengths in a skewed router
+SKEW = 0.5
 #: the exponent that stands for a scale of 1
 UNIT = 128
 
 
 def checkpoint(model: str, kind: str, dtype: str, folder: Path) -> Path:
     """Path of a checkpoint, written to `folder` unless it exists; the demo model's is the installed file. `kind` is
-    "safetensors", a GGUF type or Q4_K_M."""
+    "safetensors", a GGUF type or Q4_K_M, maybe followed by "skewed"."""
     if model == DEMO:
         return find_model(None)[0]
-    stem = f"{model.rpartition('/')[2]}-{dtype if kind == 'safetensors' else kind}"
+    stem = f"{model.rpartition('/')[2]}-{dtype if kind == 'safetensors' else kind.replace(' ', '-')}"
     path = folder / (stem if kind == "safetensors" else f"{stem}.gguf")
     if path.exists():
         return path
@@ -84,8 +86,10 @@ def write_checkpoint(config: dict, folder: Path, dtype: str) -> Path:
 
 def write_gguf(config: dict, path: Path, kind: str) -> None:
     """Write a LLaMA, or a mixture of experts, with random matrices of type `kind`, and in fp32 random routers, biases
-    and sinks and norms of ones, without a tokenizer."""
+    and sinks and norms of ones, without a tokenizer. "skewed" after the type: see SKEW."""
     import gguf
+
+    kind, _, router = kind.partition(" ")
 
     spec = spec_of(config)
     arch = {"qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss"}.get(spec.model_type, "llama")
@@ -132,7 +136,10 @@ def write_gguf(config: dict, path: Path, kind: str) -> None:
         if "norm" in name:
             data = np.ones(shape, np.float32)
         elif own == "F32":
-            data = np.random.default_rng(n).normal(0, STD, shape).astype(np.float32)
+            draw = np.random.default_rng(n)
+            data = draw.normal(0, STD, shape).astype(np.float32)
+            if router == SKEWED and "ffn_gate_inp" in name:
+                data *= np.exp(draw.normal(0, SKEW, (len(data), 1)))
         else:
             data = np.resize(pool, shape)
             set_scales(data.reshape(-1, GGUF[own].layout.nbytes), own)

@@ -155,8 +155,8 @@ def run(args: argparse.Namespace) -> None:
     write_text("--output", args.output, to_json(rounded(result, 3)) + "\n")
 
 
-def main(name: str = "python -m bench.format_rates") -> None:
-    parser = Parser(name, "Time matmuls in int8, and the decoding of weights.")
+def main() -> None:
+    parser = Parser("python -m bench.format_rates", "Time matmuls in int8, and the decoding of weights.")
     parser.add_argument("--output", required=True)
     sys.exit(execute(parser, run))
 

@@ -26,6 +26,7 @@ class Job:
         gpu_bytes, ram_bytes: memory that a system may use; None for all there is.
         options: settings of a peer.
         flags: our command line's flags.
+        avx2: ours runs as on a CPU without newer instructions.
     """
 
     system: str
@@ -40,6 +41,12 @@ class Job:
     ram_bytes: int | None = None
     options: dict = field(default_factory=dict)
     flags: str = ""
+    avx2: bool = False
+
+    @property
+    def python(self) -> list[str]:
+        """The command that runs a module of ours."""
+        return [sys.executable, "-m", *["bench.avx2"] * self.avx2]
 
     @property
     def room(self) -> int:

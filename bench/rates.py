@@ -10,9 +10,10 @@ from statistics import median
 
 import torch
 
+from h2o_flexgen.formats import Format
 from h2o_flexgen.kernels.int8 import Product, multiply
 from h2o_flexgen.kernels.linear import linear, rates
-from h2o_flexgen.kernels.operands import Int8Activations, Int8Weight
+from h2o_flexgen.kernels.operands import Grouped, Int8Activations, Int8Weight
 from h2o_flexgen.kernels.rates import INT8
 from h2o_flexgen.machine.device import as_numpy, open_device
 from h2o_flexgen.storage.disk import DiskIO, File, wait
@@ -45,13 +46,15 @@ def disk_rate(path: Path) -> float:
     return count * request / seconds
 
 
-def matmul_rate(shapes: list[tuple[int, int]], dtype: torch.dtype, rows: int) -> float:
+def matmul_rate(shapes: list[tuple[int, int]], dtype: torch.dtype | Format, rows: int, groups: int = 1) -> float:
     """Operations per second on the CPU of back-to-back matmuls of `rows` rows with matrices of these (out, in) shapes.
-    With torch.int8 the fastest kernel multiplies codes, and quantising the activations is not timed."""
-    if dtype == torch.int8:
+    With torch.int8 the fastest kernel multiplies codes, with a format of blocks the loops that read them as stored, in
+    `groups` with rows of their own; quantising the activations is not timed."""
+    if dtype == torch.int8 or isinstance(dtype, Format):
         kernel = rates().kernel(INT8, rows)
-        weights = [Int8Weight(torch.ones(shape, dtype=dtype), torch.ones(shape[0])) for shape in shapes]
-        inputs = [Int8Activations.of(torch.ones(rows, width, dtype=dtype)) for _, width in shapes]
+        weights = [_int8_weight(shape, dtype, rows, groups) for shape in shapes]
+        rows *= groups
+        inputs = [Int8Activations.of(torch.ones(rows, width, dtype=torch.int8)) for _, width in shapes]
         outs = [torch.empty(rows, out) for out, _ in shapes]
         calls = [partial(multiply, x, [Product(w, None, out)], kernel) for x, w, out in zip(inputs, weights, outs)]
     else:
@@ -64,3 +67,10 @@ def matmul_rate(shapes: list[tuple[int, int]], dtype: torch.dtype, rows: int) ->
                 call()
             times.append(time.perf_counter() - begin)
     return 2 * rows * sum(map(prod, shapes)) / median(times)
+
+
+def _int8_weight(shape: tuple[int, int], dtype: torch.dtype | Format, rows: int, groups: int) -> Int8Weight | Grouped:
+    if dtype == torch.int8:
+        return Int8Weight(torch.ones(shape, dtype=dtype), torch.ones(shape[0]))
+    raws = [torch.ones(dtype.nbytes(shape), dtype=torch.uint8) for _ in range(groups)]
+    return Grouped([dtype.view(raw, shape) for raw in raws], [rows] * groups)

@@ -10,6 +10,8 @@ from bench.common import GIB
 BUDGET = 0.2
 #: GiB of a GPU that is sold as 16 GB
 GPU_CAP = 14.9
+#: after a GGUF type: the router of a random checkpoint prefers some experts
+SKEWED = "skewed"
 #: the demo's real model, a GGUF file of type DEMO_KIND
 DEMO = "SmolLM2-135M"
 DEMO_KIND = "Q4_1"
@@ -22,12 +24,14 @@ class System:
     Attributes:
         module: its module in bench.systems.
         flags: for ours, options of `h2o-flexgen generate`; {hh_ratio} is replaced by the row's.
-        kind: of the checkpoint, "safetensors" or a GGUF type.
+        kind: of the checkpoint, "safetensors" or a GGUF type, maybe with a word for its router.
+        avx2: as on a CPU that has AVX2 alone.
     """
 
     module: str
     flags: str = ""
     kind: str = "safetensors"
+    avx2: bool = False
 
     @property
     def is_ours(self) -> bool:
@@ -84,6 +88,13 @@ EXPERTS = {
     "ours, full cache + int8, int8 matmuls": System("ours", f"{INT8} --compress-cache int8"),
     "ours, H2O + int8": System("ours", f"{H2O} {INT8} --compress-cache int8"),
 }
+#: the same on a CPU that has AVX2 alone, and with a router that prefers some experts
+OURS_ON_EXPERTS = EXPERTS["ours, H2O + int8"]
+EXPERTS_APART = {
+    "ours, H2O + int8 Q4_0": replace(OURS_ON_EXPERTS, kind="Q4_0"),
+    "ours, H2O + int8, AVX2 alone Q4_0": replace(OURS_ON_EXPERTS, kind="Q4_0", avx2=True),
+    "ours, H2O + int8 Q4_0 skewed": replace(OURS_ON_EXPERTS, kind=f"Q4_0 {SKEWED}"),
+}
 SMOLLM2 = on_gguf(DEMO_KIND, {"transformers": System("transformers"), **OF_GGUF})
 
 
@@ -137,6 +148,7 @@ ON_CPU = {
     "llama-8b 64+64": Row("meta-llama/Llama-3.1-8B", 3, 64, 64, 64, LLAMA_8B),
     "llama-8b 64+64 Q4_K_M": Row("meta-llama/Llama-3.1-8B", 3, 64, 64, 64, LLAMA_8B_K),
     "qwen3-30b 32+32 Q4_0": Row("Qwen/Qwen3-30B-A3B", 8, 32, 32, 512, on_gguf("Q4_0", EXPERTS), runs=1, limit=1800),
+    "qwen3-30b 8+8 Q4_0": Row("Qwen/Qwen3-30B-A3B", 8, 8, 8, 512, EXPERTS_APART, runs=1),
     "gpt-oss-20b 32+32 MXFP4": Row("openai/gpt-oss-20b", 6, 32, 32, 512, on_gguf("MXFP4", EXPERTS), runs=1, limit=1800),
     "smollm2 512+64": Row(DEMO, None, 512, 64, 64, SMOLLM2),
 }

@@ -59,7 +59,8 @@ class Runner:
     def home(self) -> Path:
         """Folder for our compressed checkpoints and measurements of this machine; the latter start fresh."""
         home = self.data / "home"
-        shutil.rmtree(home / "hardware", ignore_errors=True)
+        for measured in home.rglob("hardware"):
+            shutil.rmtree(measured)
         return home
 
     def job(self, system: System, setting: dict) -> Job:
@@ -77,6 +78,7 @@ class Runner:
             ram_bytes=row.cap_bytes("cpu"),
             options=setting.get("options", {}),
             flags=system.flags.format(hh_ratio=row.hh_ratio),
+            avx2=system.avx2,
         )
 
     def run(self, name: str, setting: dict) -> dict:
@@ -84,33 +86,34 @@ class Runner:
         row = self.row
         system = row.systems[name]
         job = self.job(system, setting)
-        if (system.module, system.kind) not in self.ready:
-            self.prepare(job)
-            self.ready.add((system.module, system.kind))
+        home = self.home / "avx2" if job.avx2 else self.home
+        if (needs := (system.module, system.kind, home)) not in self.ready:
+            self.prepare(job, home)
+            self.ready.add(needs)
         stamp = {"date": date.today().isoformat(), "commit": common.commit()}
-        found = run_job(job, row.limit, self.home) | setting | stamp
+        found = run_job(job, row.limit, home) | setting | stamp
         if "decode" in found and job.gen_len < row.gen_len:
             found["decode"] *= (row.gen_len - 1) / (job.gen_len - 1)
         outcome = found.get("failed") or f"{speed(found, row.gen_len):.2f} tokens/s"
         print(f"{name}, {setting_text(setting)}: {outcome}", flush=True)
         return found
 
-    def prepare(self, job: Job) -> None:
+    def prepare(self, job: Job, home: Path) -> None:
         """Steps that are neither timed nor capped: ours measures the machine, DeepSpeed compiles its operators."""
         if job.system == "ours":
             print("measuring this machine", flush=True)
-            argv = [sys.executable, "-m", "h2o_flexgen.commands.plan", "--model", job.model, "--device", job.device]
+            argv = [*job.python, "h2o_flexgen.commands.plan", "--model", job.model, "--device", job.device]
             argv += ["--offload-dir", str(self.scratch)]
-            env = os.environ | {"H2O_FLEXGEN_HOME": str(self.home)}
+            env = os.environ | {"H2O_FLEXGEN_HOME": str(home)}
             subprocess.run(argv, cwd=common.ROOT, env=env, check=True, stdout=subprocess.DEVNULL)
         elif job.system == "zero_inference":
             print("building DeepSpeed's operators (minutes, once)", flush=True)
-            for lock in self.home.rglob("torch_extensions/**/lock"):  # a killed build's, which it would wait for
+            for lock in home.rglob("torch_extensions/**/lock"):  # a killed build's, which it would wait for
                 lock.unlink()
             small = checkpoint("facebook/opt-125m", "safetensors", job.dtype, self.data)
             tier = {"offload": job.options.get("offload", "cpu" if job.fits_in_ram else "nvme")}
             tiny = replace(job, model=str(small), prompt_len=4, gen_len=2, batch=1, ram_bytes=None, options=tier)
-            if "failed" in (found := run_job(tiny, BUILD_LIMIT, self.home)):
+            if "failed" in (found := run_job(tiny, BUILD_LIMIT, home)):
                 needs = "a C++ compiler, Python's headers and libaio-dev"
                 sys.exit(f"error: DeepSpeed's operators, which need {needs}, were not built: {found['failed']}")
 

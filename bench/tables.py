@@ -118,6 +118,7 @@ DETAILS = {
     "prefill, s": "{prefill_seconds:.1f}",
     "decode, s": "{decode_seconds:.1f}",
     "tokens/s": "{rate}",
+    "decoded tokens/s": "{decoded:.1f}",
     "runs": "{runs}",
     "output tokens run": "{run}",
     "died": "{died}",
@@ -142,8 +143,8 @@ RESULTS_COLUMNS = {
     "ours, int8 matmuls or 4 bits": "{quantised}",
     "gain": "{gain}",
 }
-#: rows that it leaves out: the same model in another file
-LEFT_OUT = ("llama-8b 64+64", "llama-1b 128+128 Q8_0")
+#: rows that it leaves out: the same model in another file, or without peers
+LEFT_OUT = ("llama-8b 64+64", "llama-1b 128+128 Q8_0", "qwen3-30b 8+8 Q4_0")
 #: target factors: row, system, the system it is compared with, factor
 AIMS = [
     ("opt-1.3b 64+256", "ours, H2O + int8", "ours, H2O", 2),
@@ -157,6 +158,8 @@ AIMS = [
     ("llama-1b 128+128 Q8_0", "ours, H2O, int8 matmuls Q8_0", "llama.cpp Q8_0", 2.5),
     ("llama-1b 128+128", "ours, H2O, int8 matmuls Q4_0", "llama.cpp Q4_0", 3),
     ("llama-1b 128+128 uncapped", "ours, H2O + int8 Q4_0", "llama.cpp Q4_0", 2.4),
+    ("qwen3-30b 32+32 Q4_0", "ours, H2O + int8 Q4_0", "llama.cpp Q4_0", 4),
+    ("qwen3-30b 32+32 Q4_0", "ours, H2O + int8 Q4_0", "llama.cpp, 32 sequences Q4_0", 20),
     ("smollm2 512+64", "ours, H2O, int8 matmuls Q4_1", "transformers Q4_1", 3),
 ]
 
@@ -172,7 +175,8 @@ def systems_of(rows: list[dict]) -> list[dict]:
     found = []
     for data in rows:
         job = f"{job_text(data['job'])}, cap {cap_text(data['job'])}"
-        found += [{"job": job, "name": name} | s for name, s in data["systems"].items()]
+        for name, s in data["systems"].items():
+            found.append({"job": job, "name": name, "steps": data["job"]["gen_len"] - 1} | s)
     return found
 
 
@@ -221,6 +225,7 @@ def throughput_details(rows: list[dict]) -> str:
         t = s.get("tokens_per_s", {})
         spread = " ({min:.2f} to {max:.2f})".format(**t) if s["runs"] > 1 else ""
         s["rate"] = f"{t['median']:.2f}{spread}" if t else "died"
+        s |= {"decoded": s["steps"] * s["batch"] / s["decode_seconds"]} if t else {}
         s |= {"run": s.get("gen_len", "all"), "died": "; ".join(s.get("died", []))}
     return columns(found, DETAILS)
 
@@ -342,7 +347,7 @@ def layer_slots(data: dict) -> list[dict]:
     known = HeadLosses.from_dict(data)
     found = []
     for slots in (102, 204):
-        each = known.slots(slots, data["window"])
+        each = known.slots(slots, data["window"], [None] * len(known.losses))
         found.append({"slots": slots, "each": " ".join("+".join(map(str, layer)) for layer in each)})
     return found
 

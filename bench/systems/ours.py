@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import sys
 from collections.abc import Sequence
 from math import prod
 from pathlib import Path
@@ -15,6 +14,8 @@ from bench.checkpoint import files_of
 from bench.common import random_prompts
 from bench.job import Job
 from bench.rates import disk_rate, matmul_rate
+from h2o_flexgen.formats.forms import experts_of
+from h2o_flexgen.kernels.int8 import INT8_ROWS
 from h2o_flexgen.models import inspect
 from h2o_flexgen.models.registry import family
 from h2o_flexgen.models.spec import Tensors
@@ -26,13 +27,13 @@ def command(job: Job) -> list[str]:
     scratch = Path(job.scratch)
     rows = [json.dumps({"prompt_token_ids": ids}) for ids in random_prompts(job.batch, job.prompt_len)]
     (scratch / "prompts.jsonl").write_text("\n".join(rows))
-    argv = f"-m h2o_flexgen.flex_opt --ignore-eos --gen-len {job.gen_len} --device {job.device} {job.flags}"
+    argv = f"h2o_flexgen.flex_opt --ignore-eos --gen-len {job.gen_len} --device {job.device} {job.flags}"
     argv += f" --gpu-mem {job.gpu_bytes / 2**30:g}" if job.gpu_bytes else ""
     files = ["--model", job.model, "--input-file", str(scratch / "prompts.jsonl")]
     files += ["--report", str(scratch / "report.json"), "--offload-dir", str(scratch)]
     if job.device == "cpu":  # the rate of a shared disk varies: it is measured right before a run and right after
         (scratch / "disk_rate").write_text(str(disk_rate(_largest_file(job))))
-    return [sys.executable, *shlex.split(argv), *files]
+    return [*job.python, *shlex.split(argv), *files]
 
 
 def result(job: Job, printed: str) -> dict:
@@ -57,7 +58,7 @@ def result(job: Job, printed: str) -> dict:
         guess = report["predicted"]
         seconds = guess["prefill_seconds"] + guess["decode_seconds"]
         found |= {"predicted_over_measured": seconds / (prefill + decode), "bound_by": guess["bound_by"]}
-    if job.device == "cpu":
+    if job.device == "cpu" and not job.avx2:  # matmuls here have newer instructions
         found["share_of_bound"] = max(disk_seconds(job, read), matmul_seconds(job, report)) / decode
     return found
 
@@ -78,15 +79,20 @@ def matmul_seconds(job: Job, report: dict) -> float:
     """Seconds of all decode steps' matmuls alone, at the rates of a block's and of experts that share rows evenly."""
     policy = Policy(**report["policy"])
     dtype = torch.int8 if report.get("compute") == "int8" else getattr(torch, report["dtype"])
-    spec = inspect.find(job.model).spec
+    found = inspect.find(job.model)
+    spec = found.spec
     _, first_block, *_, last = family(spec.model_type).tensors(spec)
     block, expert, head = map(_matrices, (first_block.streamed, first_block.expert, last.streamed))
     rows = max(matmul_rows(batch_sizes(job.batch, policy), group_rows(spec)))
     elements = spec.layers * sum(map(prod, block)) + sum(map(prod, head))
     seconds = 2 * elements / matmul_rate(block, dtype, rows)
     if expert:
+        if dtype == torch.int8:  # experts are multiplied as stored
+            formats, _ = found.formats(None)
+            dtype = next(form for name, form in formats.items() if experts_of(name)[1])
+        each = max(1, rows * spec.active // spec.experts)
         elements = spec.layers * spec.active * sum(map(prod, expert))
-        seconds += 2 * elements / matmul_rate(expert, dtype, max(1, rows * spec.active // spec.experts))
+        seconds += 2 * elements / matmul_rate(expert, dtype, each, groups=max(1, INT8_ROWS // each))
     return seconds * job.batch * (job.gen_len - 1)
 
 
