@@ -44,13 +44,13 @@ def run(args: argparse.Namespace) -> None:
     from h2o_flexgen.evaluation.origin import origin
     from h2o_flexgen.models import inspect
     from h2o_flexgen.profiling import calibration, windows
-    from h2o_flexgen.profiling.layer_model import LayerModel, check_attention, fits
+    from h2o_flexgen.profiling.layer_model import LayerModel, fits
 
     calibration.check(args.window, args.kv_rule)
     text, name = windows.read(args.text)
     spec = inspect.find(args.model, args.path).spec
     spec.check_length(args.window)
-    check_attention(spec, args.window)
+    calibration.check_heads(spec)
     dtype = getattr(torch, args.dtype)
     model = load_model(args.model, args.path, lambda stored: dtype, progress=True)
     ids = windows.cut(text, model.tokenizer, args.windows, args.window)
@@ -62,17 +62,17 @@ def run(args: argparse.Namespace) -> None:
         "dtype": args.dtype,
         "text": name,
         "windows": args.windows,
-        "window": args.window,
+        "text_len": args.window,
         "rule": args.kv_rule,
         "budgets": losses.budgets,
         "losses": losses.losses,
     }
     write_text("--output", args.output, to_json(rounded(result, 4)) + "\n")
-    print_text(describe(args, losses, args.window // 5))
+    print_text(describe(args, losses, args.window // 5, spec.windows))
 
 
-def describe(args: argparse.Namespace, losses, mean: int) -> str:
+def describe(args: argparse.Namespace, losses, mean: int, windows: list[int | None]) -> str:
     """The slots of each KV head, `mean` on average."""
-    each = " ".join("+".join(map(str, layer)) for layer in losses.slots(mean, args.window))
+    each = " ".join("+".join(map(str, layer)) for layer in losses.slots(mean, args.window, windows))
     use = f"--hh-ratio 0.2 --kv-rule {args.kv_rule}:layers={args.output}"
     return f"with {mean} slots on average, the KV heads of each layer would have\n{each}\nuse it     {use}"

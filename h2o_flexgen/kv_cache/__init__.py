@@ -134,7 +134,9 @@ def _by_head(budget: KVBudget, rule: BudgetRule, length: int, spec: ModelSpec) -
     budget or its file is of a model of another shape."""
     found = budget.by_head
     if found is None:
-        found = HeadLosses.from_file(rule.layers).slots(rule.slots, length) if names_file(rule.layers) else ()
+        found = ()
+        if names_file(rule.layers):
+            found = HeadLosses.from_file(rule.layers).slots(rule.slots, length, spec.windows)
     if found and len(found) != spec.layers:
         who = rule.layers or "the KV budget"
         raise UserError(f"`kv_rule`: {who} is for a model of {len(found)} layers, not {spec.layers}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, combinations, islice, pairwise
 from math import isfinite
@@ -25,6 +26,7 @@ class HeadLosses:
     losses: tuple[tuple[Curve, ...], ...]  # of each head, by layer; a single one stands for all heads of a layer
     model: str | None = None  # what was measured, if known
     rule: str | None = None
+    text_len: int | None = None  # tokens of a text
 
     @classmethod
     def from_file(cls, path: str) -> HeadLosses:
@@ -49,17 +51,23 @@ class HeadLosses:
         curves = [curve for layer in losses for curve in layer]
         if not (len(budgets) > 1 and rising and curves and all(len(curve) == len(budgets) for curve in curves)):
             raise ValueError
-        return cls(budgets, losses, data.get("model"), data.get("rule"))
+        return cls(budgets, losses, data.get("model"), data.get("rule"), data.get("text_len"))
 
     def measures(self, mean: int, length: int) -> bool:
         """Whether `mean` slots are in the measured range for texts of `length` tokens."""
         return self.budgets[0] <= mean / length <= self.budgets[-1]
 
-    def slots(self, mean: int, length: int) -> ByHead:
-        """The slots that minimise the sum of the losses, at most `mean` on average.
+    def slots(self, mean: int, length: int, windows: Sequence[int | None]) -> ByHead:
+        """The slots that minimise the sum of the losses, at most as many in all as if each head had `mean`.
 
-        There are at most SIZES different numbers, each a measured budget, so that the heads of a layer form few
-        groups. `length`: tokens of the longest text. Raises UserError if the budget is outside the measured range.
+        A head has one of at most SIZES numbers, each a measured budget, so that the heads of a layer form few groups.
+
+        Args:
+            length: tokens of the longest text.
+            windows: the sliding window of each layer, or None: in which no more slots than its tokens are of use.
+
+        Raises:
+            UserError: the budget is outside the measured range.
         """
         if not self.measures(mean, length):
             known = f"{self.budgets[0]:.1%} to {self.budgets[-1]:.1%}"
@@ -67,36 +75,55 @@ class HeadLosses:
                 f"`kv_rule`: `layers` was measured for budgets of {known} of a text, not for {mean} slots of {length}: "
                 "choose a budget in that range, or `layers=none`"
             )
-        sizes = [max(1, int(part * length)) for part in self.budgets]
-
-        def is_possible(choice: tuple[int, ...]) -> bool:
-            chosen = [sizes[n] for n in choice]
-            return chosen[0] <= mean and len({*chosen}) == len(chosen)
-
-        choices = chain.from_iterable(combinations(range(len(sizes)), count) for count in range(1, SIZES + 1))
-        allocations = (self._allocated(choice, sizes, mean) for choice in filter(is_possible, choices))
+        heads = [
+            _Head(curve, self._sizes(length, window), mean if window is None else min(mean, window - 1))
+            for layer, window in zip(self.losses, windows)
+            for curve in layer
+        ]
+        choices = chain.from_iterable(combinations(range(len(self.budgets)), count) for count in range(1, SIZES + 1))
+        allocations = [each for choice in choices if (each := _allocated(choice, heads))]
+        if not allocations:
+            return tuple((mean,) * len(layer) for layer in self.losses)
         best = min(allocations, key=lambda each: (each.loss, -sum(each.slots)))
         chosen = iter(best.slots)
         return tuple(tuple(islice(chosen, len(layer))) for layer in self.losses)
 
-    def _allocated(self, choice: tuple[int, ...], sizes: list[int], mean: int) -> _Allocation:
-        """The slots of all heads, each one of the sizes that are the `choice` among `sizes`."""
-        curves = [curve for layer in self.losses for curve in layer]
-        least = choice[0]
-        steps = []
-        for head, curve in enumerate(curves):
-            corners = _convex([(sizes[n], curve[n]) for n in choice])
-            steps += [_Step(_slope(a, b), head, b[0], b[0] - a[0], a[1] - b[1]) for a, b in pairwise(corners)]
-        slots = [sizes[least]] * len(curves)
-        loss = sum(curve[least] for curve in curves)
-        left = (mean - sizes[least]) * len(curves)
-        for step in sorted(steps):  # greedy: the first steps of a convex curve are the steepest
-            if step.width > left:
-                break
-            slots[step.head] = step.size
-            left -= step.width
-            loss -= step.gain
-        return _Allocation(loss, slots)
+    def _sizes(self, length: int, window: int | None) -> list[int]:
+        """The budgets in slots for texts of `length` tokens: as large a part of what a query sees as when measured."""
+        if window is None:
+            return [max(1, int(part * length)) for part in self.budgets]
+        measured = self.text_len or length
+        seen = min(length, window) / min(measured, window)
+        return [min(max(1, int(part * measured * seen)), window - 1) for part in self.budgets]
+
+
+@dataclass(frozen=True)
+class _Head:
+    curve: Curve
+    sizes: list[int]  # its slots with each budget
+    share: int  # its slots if all heads got the same
+
+
+def _allocated(choice: tuple[int, ...], heads: list[_Head]) -> _Allocation | None:
+    """The slots of all heads, each with one of the budgets that are the `choice`; None if even the smallest take too
+    many, or two are the same."""
+    least = choice[0]
+    slots = [head.sizes[least] for head in heads]
+    left = sum(head.share for head in heads) - sum(slots)
+    if left < 0 or all(len({head.sizes[n] for n in choice}) < len(choice) for head in heads):
+        return None
+    steps = []
+    for number, head in enumerate(heads):
+        corners = _convex([(head.sizes[n], head.curve[n]) for n in choice])
+        steps += [_Step(_slope(a, b), number, b[0], b[0] - a[0], a[1] - b[1]) for a, b in pairwise(corners)]
+    loss = sum(head.curve[least] for head in heads)
+    for step in sorted(steps):  # greedy: the first steps of a convex curve are the steepest
+        if step.width > left:
+            break
+        slots[step.head] = step.size
+        left -= step.width
+        loss -= step.gain
+    return _Allocation(loss, slots)
 
 
 @dataclass(frozen=True)
@@ -128,6 +155,8 @@ def _convex(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
     corners = []
     least = points[0][1]
     for x, y in points:
+        if corners and x == corners[-1][0]:  # both are all that a window holds
+            continue
         least = min(least, y)
         while len(corners) > 1 and _slope(corners[-2], corners[-1]) >= _slope(corners[-1], (x, least)):
             corners.pop()

@@ -86,6 +86,11 @@ class ModelSpec:
         return {kind.head_dim for kind in self.kinds or (self,)}
 
     @property
+    def windows(self) -> list[int | None]:
+        """The sliding window of each layer."""
+        return [self.at(layer).window for layer in range(self.layers)]
+
+    @property
     def groups(self) -> int:
         """Query heads that share a head of K and V."""
         return self.heads // self.kv_heads

@@ -24,11 +24,11 @@ from torch import Tensor
 
 from h2o_flexgen.engine.model import LoadedModel
 from h2o_flexgen.errors import UserError
-from h2o_flexgen.kernels.attention import causal_attention, causal_attention_with_scores
+from h2o_flexgen.kernels.attention import EMPTY, Softmax, causal_attention, causal_attention_with_scores
 from h2o_flexgen.kv_cache import head_losses, rule_for
 from h2o_flexgen.kv_cache.budget_rule import BudgetRule
 from h2o_flexgen.kv_cache.layers import HeadLosses
-from h2o_flexgen.kv_cache.rule import Tokens
+from h2o_flexgen.kv_cache.rule import LayerAttention, Tokens
 from h2o_flexgen.models.spec import ModelSpec
 from h2o_flexgen.policy import KVBudget
 from h2o_flexgen.profiling.layer_model import LayerModel
@@ -55,6 +55,12 @@ def check(length: int, rule: str) -> None:
         raise UserError("`kv_rule`: all heads are measured with the same slots: leave `layers` out")
 
 
+def check_heads(spec: ModelSpec) -> None:
+    """Raises UserError if layers differ in the size of their heads, so that slots differ in bytes."""
+    if len(spec.head_dims) > 1:
+        raise UserError("the model's layers have heads of different sizes, whose slots cannot be exchanged")
+
+
 @dataclass
 class Probe:
     """The queries behind a prompt of `prompt` tokens in texts of `length` tokens.
@@ -73,21 +79,24 @@ class Probe:
     def __post_init__(self):
         self.at = torch.arange(self.prompt, min(self.length, self.prompt + EVERY * QUERIES), EVERY)
 
-    def step(self, layer: int, hidden: Tensor, following: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
+    def step(
+        self, layer: int, hidden: Tensor, following: Tensor, softmax: Softmax, q: Tensor, k: Tensor, v: Tensor
+    ) -> None:
         """Measure a layer. hidden, following (B, N, E): before and behind it, q (B, H, N, D), k and v (B, KV, N, D): of
         all tokens under full attention."""
         KV = k.shape[1]
         end = int(self.at[-1]) + 1
-        logits = self._logits(q[:, :, self.at], k[:, :, :end])
+        rules = [rule.in_layer(layer) for rule in self.rules]
+        logits = self._logits(q[:, :, self.at], k[:, :, :end], softmax)
         values = v[:, :, :end].float()
-        full = _context(logits, values)
+        full = _context(logits, values, softmax)
         target = following[:, self.at]
         scale = target.float().square().sum(-1)
         found = []
-        for kept in self._kept(q, k, v):
+        for kept in self._kept(rules, q, k, v, softmax):
             unseen = torch.zeros(*kept.shape[:2], end, dtype=torch.bool)
             unseen[:, :, : self.prompt] = ~kept
-            changed = _context(logits.masked_fill(unseen[:, :, None, None], float("-inf")), values)
+            changed = _context(logits.masked_fill(unseen[:, :, None, None], float("-inf")), values, softmax)
             variants = full.expand(KV, *full.shape).clone()  # (KV, B, KV, H / KV, Q, D)
             heads = torch.arange(KV)
             variants[heads, :, heads] = changed.transpose(0, 1)
@@ -95,23 +104,26 @@ class Probe:
             found.append((moved.float().square().sum(-1) / scale).mean((1, 2)))
         self.losses.append(torch.stack(found, 1))
 
-    def _logits(self, q: Tensor, k: Tensor) -> Tensor:
+    def _logits(self, q: Tensor, k: Tensor, softmax: Softmax) -> Tensor:
         """(B, KV, H / KV, Q, N) fp32 of queries q (B, H, Q, D), each of which sees itself and the tokens before it."""
-        q = q.unflatten(1, (k.shape[1], -1)).float() * q.shape[-1] ** -0.5
+        q = q.unflatten(1, (k.shape[1], -1)).float() * softmax.scale_of(q.shape[-1])
         logits = q @ k.float()[:, :, None].transpose(3, 4)
-        return logits.masked_fill_(torch.arange(k.shape[2]) > self.at[:, None], float("-inf"))
+        if softmax.cap is not None:
+            logits = softmax.cap * torch.tanh(logits / softmax.cap)
+        age = self.at[:, None] - torch.arange(k.shape[2])
+        return logits.masked_fill_((age < 0) | (age >= (softmax.window or EMPTY)), float("-inf"))
 
-    def _kept(self, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+    def _kept(self, rules: list[BudgetRule], q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> list[Tensor]:
         """(B, KV, prompt) bool for each rule: the prompt tokens that it keeps."""
         q, k, v = (x[:, :, : self.prompt] for x in (q, k, v))
         position = torch.arange(self.prompt, dtype=torch.int32)
         n = torch.full((len(k), 1, 1), self.prompt, dtype=torch.int32)
-        weights = self.rules[0].weights_of(position.expand(len(k), -1), n[:, 0] - 1)  # the same for any number of slots
-        _, score = causal_attention_with_scores(q, k, v, weights)
+        weights = rules[0].weights_of(position.expand(len(k), -1), n[:, 0] - 1)  # the same for any number of slots
+        _, score = causal_attention_with_scores(q, k, v, weights, softmax=softmax)
         position = position.expand(k.shape[:3])
-        score = self.rules[0].prompt_scores({"position": position, **self.rules[0].received(score)})
+        score = rules[0].prompt_scores({"position": position, **rules[0].received(score)})
         found = []
-        for rule in self.rules:
+        for rule in rules:
             tokens = Tokens({"score": score, "position": position, **rule.remember(k, v)}, n - 1, n)
             kept = torch.zeros(score.shape, dtype=torch.bool)
             found.append(kept.scatter_(2, rule.chosen(tokens, min(rule.slots, self.prompt)).long(), True))
@@ -126,22 +138,29 @@ class Probe:
             V = len(part)
             context = part.permute(1, 2, 0, 3, 4).flatten(2, 3).to(hidden.dtype)  # (B, H, V * Q, D)
             rows = hidden.repeat(1, V, 1)
-            states = self.model.block(layer, rows, self.at.repeat(B, V), lambda *qkv, context=context: context)
+            states = self.model.block(layer, rows, self.at.repeat(B, V), lambda *_, context=context: context)
             found.append(states.unflatten(1, (V, Q)).transpose(0, 1))
         return torch.cat(found)
 
 
-def _context(logits: Tensor, v: Tensor) -> Tensor:
+def _context(logits: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
     """(B, KV, H / KV, Q, D) of logits (B, KV, H / KV, Q, N) over v (B, KV, N, D)."""
-    return logits.softmax(-1) @ v[:, :, None]
+    if softmax.sinks is not None:
+        sinks = softmax.sinks.float().view(logits.shape[1], -1, 1, 1).expand(*logits.shape[:-1], 1)
+        logits = torch.cat([logits, sinks], -1)
+    return logits.softmax(-1)[..., : v.shape[2]] @ v[:, :, None]
 
 
 class Watched:
-    """Full attention that remembers its queries, keys and values as `seen`."""
+    """Full attention that remembers how it computes, and its queries, keys and values, as `seen`."""
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        self.seen = q, k, v
-        return causal_attention(q, k, v)
+    def __init__(self, softmax: Softmax):
+        self.softmax = softmax
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+        softmax = self.softmax.with_sinks(sinks)
+        self.seen = softmax, q, k, v
+        return causal_attention(q, k, v, softmax)
 
 
 def most_bytes(model: LoadedModel, rows: int) -> int:
@@ -168,7 +187,7 @@ def measure(
     probes = [Probe(model, int(part * N), list(rules.values()), N) for part in PROMPTS]
     begin = perf_counter()
     for layer in bar(range(spec.layers), "measuring how far each head looks back", unit="layers", show=progress):
-        attention = Watched()
+        attention = Watched(LayerAttention.of(spec.at(layer), rolling=False).softmax)
         following = model.block(layer, hidden, positions, attention)
         took = perf_counter() - begin
         again = len(rules) * spec.at(layer).kv_heads * sum(len(probe.at) for probe in probes) / N  # of as many rows
@@ -180,7 +199,7 @@ def measure(
         hidden = following
     layers = zip(*(probe.losses for probe in probes))
     losses = tuple(tuple(map(tuple, torch.stack(layer).mean(0).tolist())) for layer in layers)
-    return HeadLosses(tuple(rules), losses)
+    return HeadLosses(tuple(rules), losses, text_len=N)
 
 
 def rules_of(text: str, length: int, spec: ModelSpec) -> dict[float, BudgetRule]:

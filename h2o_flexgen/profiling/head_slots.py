@@ -17,7 +17,7 @@ from h2o_flexgen.kv_cache.layers import HeadLosses
 from h2o_flexgen.planning.workload import Workload
 from h2o_flexgen.policy import GIB, KVBudget
 from h2o_flexgen.profiling import calibration, windows
-from h2o_flexgen.profiling.layer_model import LayerModel, check_attention
+from h2o_flexgen.profiling.layer_model import LayerModel
 from h2o_flexgen.profiling.machine import keep
 from h2o_flexgen.utils.files import cache_folder, read_json
 
@@ -70,8 +70,9 @@ class HeadSlots:
             return budget
         slots = sum(budget.slots(workload.longest))
         length = budget.text_len(workload.longest, workload.gen_len)
+        spec = self.model.spec
         if (by_hand := head_losses(budget.rule)) is not None:
-            return replace(budget, by_head=by_hand.slots(slots, length))
+            return replace(budget, by_head=by_hand.slots(slots, length, spec.windows))
         alike = replace(budget, by_head=())
         if not self._is_open(budget, workload):
             return alike
@@ -80,9 +81,9 @@ class HeadSlots:
         losses = self._known[budget.rule]
         if losses is None or not losses.measures(slots, length):
             return alike
-        shared = replace(budget, by_head=losses.slots(slots, length))
+        shared = replace(budget, by_head=losses.slots(slots, length, spec.windows))
         try:
-            rule_for(shared, workload.longest, workload.gen_len, self.model.spec)
+            rule_for(shared, workload.longest, workload.gen_len, spec)
         except UserError:  # some head would have too few slots, or leave too few positions
             return alike
         return shared
@@ -128,7 +129,7 @@ class HeadSlots:
             log.warning("all KV heads get the same slots: %.1f GiB are too little to measure them", room / GIB)
             return None
         try:
-            check_attention(model.spec, window)
+            calibration.check_heads(model.spec)
             ids = windows.cut(windows.read(None)[0], model.tokenizer, WINDOWS, window)
             with closing(LayerModel(model, self.progress, streams=True)) as layers:
                 losses = calibration.measure(layers, ids, rule, self.progress, most_seconds)

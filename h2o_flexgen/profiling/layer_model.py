@@ -30,8 +30,8 @@ from h2o_flexgen.utils import interrupts
 
 #: (layer, q (B, H, T, D), k (B, KV, T, D), v (B, KV, T, D)) -> context (B, H, T, D)
 LayerAttend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-#: the same for one layer
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+#: the same for one layer; of a family that has some, also the sinks (H,)
+Attend = Callable[..., Tensor]
 #: tensors as large as a layer's attention that a pass holds at once
 MATRICES = 4
 #: masks of one byte per step and token that are held at once
@@ -130,8 +130,9 @@ class LayerModel:
         interrupts.check()
         B, T = positions.shape
 
-        def attend_flat(*qkv: Tensor) -> Tensor:
-            return attend(*(x.unflatten(0, (B, T)).transpose(1, 2) for x in qkv)).transpose(1, 2).flatten(0, 1)
+        def attend_flat(q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor) -> Tensor:
+            qkv = (x.unflatten(0, (B, T)).transpose(1, 2) for x in (q, k, v))
+            return attend(*qkv, *sinks).transpose(1, 2).flatten(0, 1)
 
         first, *others = self._units[layer]
         through = self._family.attention if others else self._family.block

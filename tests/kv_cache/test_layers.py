@@ -41,21 +41,21 @@ def known_losses(losses: list[list[float]]) -> HeadLosses:
     mean=st.integers(50, 500),
 )
 def test_all_heads_together_have_at_most_the_slots_of_the_budget_in_three_sizes(losses, mean):
-    slots = [n for (n,) in known_losses(losses).slots(mean, 1000)]
+    slots = [n for (n,) in known_losses(losses).slots(mean, 1000, [None] * len(losses))]
     assert len(slots) == len(losses) and len(set(slots)) <= 3
     assert {*slots} <= {50, 100, 200, 500}
     assert sum(slots) <= len(losses) * mean
 
 
 def test_the_head_with_the_steepest_loss_gets_most_slots():
-    assert known_losses([FLAT, STEEP]).slots(150, 1000) == ((100,), (200,))
+    assert known_losses([FLAT, STEEP]).slots(150, 1000, [None, None]) == ((100,), (200,))
     by_head = HeadLosses.from_dict({"budgets": BUDGETS, "losses": [[FLAT, STEEP], [STEEP, FLAT]]})
-    assert by_head.slots(150, 1000) == ((100, 200), (200, 100))
+    assert by_head.slots(150, 1000, [None, None]) == ((100, 200), (200, 100))
 
 
 def test_budgets_that_are_the_same_slots_are_one_size():
     grid = HeadLosses((0.025, 0.05, 0.1, 0.5), (((4.0, 3.0, 2.0, 0.0),), ((9.0, 5.0, 1.0, 0.0),)))
-    assert sum(n for (n,) in grid.slots(6, 30)) <= 12
+    assert sum(n for (n,) in grid.slots(6, 30, [None, None])) <= 12
 
 
 @pytest.mark.parametrize("losses", [[[]], [[], [1, 0]], [1, 0], [[[1, 0], [1]]], {}])
@@ -79,7 +79,7 @@ def test_no_other_slots_in_three_sizes_have_a_smaller_loss(losses, mean):
     falling = [sorted(curve, reverse=True) for curve in losses]
     sizes = dict(zip([50, 100, 200, 500], zip(*falling)))
     loss = lambda slots: sum(sizes[n][head] for head, n in enumerate(slots))
-    found = [n for (n,) in known_losses(falling).slots(mean, 1000)]
+    found = [n for (n,) in known_losses(falling).slots(mean, 1000, [None] * len(losses))]
     fewer = [each for each in product(sizes, repeat=len(losses)) if sum(each) <= sum(found) and len({*each}) <= 3]
     gaps = max(max(curve) - min(curve) for curve in falling)
     assert loss(found) <= min(map(loss, fewer)) + gaps
@@ -88,7 +88,7 @@ def test_no_other_slots_in_three_sizes_have_a_smaller_loss(losses, mean):
 @pytest.mark.parametrize("slots", [40, 600])
 def test_a_budget_outside_the_measured_range_is_refused(slots):
     with pytest.raises(UserError, match="budgets of 5.0% to 50.0% of a text"):
-        known_losses([FLAT, STEEP]).slots(slots, 1000)
+        known_losses([FLAT, STEEP]).slots(slots, 1000, [None, None])
 
 
 def test_calibration_keeps_what_the_rule_keeps(tiny):
@@ -100,13 +100,13 @@ def test_calibration_keeps_what_the_rule_keeps(tiny):
         budget = KVBudget.from_size(8, 8, text)
         rule = rule_for(budget, 64, length - 64, model.spec)
         cache = MaskedCache(rule, length)
-        attention = Watched()
+        attention = Watched(PLAIN)
         positions = torch.arange(length).expand(ids.shape)
         hidden = model.embed(ids, positions)
         model.block(0, hidden, positions, attention)
-        q, k, v = attention.seen
+        softmax, q, k, v = attention.seen
         cache.prefill(*(x[:, :, :64] for x in (q, k, v)))
-        (kept,) = Probe(model, 64, [rule], length)._kept(q, k, v)
+        (kept,) = Probe(model, 64, [rule], length)._kept([rule], q, k, v, softmax)
         assert torch.equal(kept, cache.kept[:, :, :64]), text
 
 
@@ -117,7 +117,7 @@ def test_tokens_are_those_of_the_oracle_with_the_slots_of_each_layer(tiny, tmp_p
     layers = model.oracle.layers
     path.write_text(json.dumps({"budgets": [0.05, 0.1, 0.3, 0.5], "losses": [FLAT, STEEP, FLAT, STEEP][:layers]}))
     budget = KVBudget.from_size(6, 6, f"{name}:layers={path}")
-    slots = [n for (n,) in HeadLosses.from_file(str(path)).slots(12, 5 * 12)]
+    slots = [n for (n,) in HeadLosses.from_file(str(path)).slots(12, 5 * 12, [None] * layers)]
     assert len({*slots}) > 1
     recents = tuple(round(n * 6 / 12) for n in slots)
     each = (tuple(n - recent for n, recent in zip(slots, recents)), recents)
