@@ -23,6 +23,28 @@ def rms_norm(begin, end, x, weight, eps, out):
             target[i] = element(float_of(element(float_of(row[i]) * scale, weight)) * float_of(weight[i]), out)
 
 
+@njit(nogil=True, cache=True)
+def rotate(begin, end, x, cos, sin, out):
+    """Write heads `begin` to `end` of x (N, H, D), floats, to `out`, with the first elements of each head rotated in
+    pairs, half of them apart, by cos and sin (N, 1, pairs). The first product is rounded before the second is added."""
+    (heads, dim) = x.shape[1:]
+    half = cos.shape[2]
+    for n in range(begin, end):
+        row = x[n // heads, n % heads]
+        target = out[n // heads, n % heads]
+        c = cos[n // heads, 0]
+        s = sin[n // heads, 0]
+        for i in range(half):
+            a = float_of(row[i])
+            b = float_of(row[half + i])
+            first = float_of(element(a * float_of(c[i]), out))
+            second = float_of(element(b * float_of(c[i]), out))
+            target[i] = element(first - b * float_of(s[i]), out)
+            target[half + i] = element(second + a * float_of(s[i]), out)
+        for i in range(2 * half, dim):
+            target[i] = row[i]
+
+
 @njit(nogil=True, cache=True, fastmath=SUMS)
 def maxima(begin, end, logits, tokens, sums):
     """Write argmax (of equal logits the first) and logsumexp of rows `begin` to `end` of logits (N, V), floats, to

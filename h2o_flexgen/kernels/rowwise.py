@@ -31,6 +31,24 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return out.view(x.shape)
 
 
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x (N, H, D) with the first elements of each head rotated in pairs, half of them apart, by cos and sin
+    (N, 1, pairs) of the same type."""
+    out = torch.empty_like(x)
+    if x.element_size() < 4 and _by_loops(x, cos, sin):
+        arrays = map(float_array, (x, cos, sin, out))
+        _each_row(threads.compiled().rowwise.rotate, x.flatten(0, 1), *arrays)
+        return out
+    half = cos.shape[-1]
+    dim = 2 * half
+    first = x[..., :half]
+    second = x[..., half:dim]
+    torch.mul(first, cos, out=out[..., :half]).addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=out[..., half:dim]).addcmul_(first, sin)
+    out[..., dim:] = x[..., dim:]
+    return out
+
+
 def maxima(logits: Tensor) -> tuple[Tensor, Tensor]:
     """For each row of logits (N, V) the index of the largest, the first among equals, and the log of the sum of
     exponentials, NaN if a logit is: (N,) int64 and (N,) fp32."""
@@ -64,6 +82,7 @@ def prepare(dtype: torch.dtype) -> None:
     row = torch.ones(1, 1, dtype=dtype)
     rms_norm(row, row[0], 1.0)
     rms_norm(row, row[0].float(), 1.0)
+    rotated(row[None], row[None, :, :0], row[None, :, :0])
     maxima(row)
     allowed_maxima(row, np.ones((1, 1), np.uint32))
 

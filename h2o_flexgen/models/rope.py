@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from h2o_flexgen.errors import UserError
+from h2o_flexgen.kernels import rowwise
 from h2o_flexgen.models.spec import Config, ModelSpec, Rope, shortened
 
 #: type -> required parameters
@@ -195,20 +196,7 @@ def rotation(rope: Rope | None, positions: Positions | None, like: Tensor) -> Ca
     if positions is None:
         return lambda x: _in_pairs(x, rope.dim)
     cos, sin = positions.turns(rope, like)
-    return lambda x: _rotated(x, cos, sin)
-
-
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x (N, H, D) with the first elements of each head rotated in pairs by cos and sin (N, 1, pairs)."""
-    half = cos.shape[-1]
-    dim = 2 * half
-    out = torch.empty_like(x)
-    first = x[..., :half]
-    second = x[..., half:dim]
-    torch.mul(first, cos, out=out[..., :half]).addcmul_(second, sin, value=-1)
-    torch.mul(second, cos, out=out[..., half:dim]).addcmul_(first, sin)
-    out[..., dim:] = x[..., dim:]
-    return out
+    return lambda x: rowwise.rotated(x, cos, sin)
 
 
 # position rolling: positions are ranks among the cached tokens

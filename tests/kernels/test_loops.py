@@ -97,6 +97,15 @@ def test_writing_a_slot_that_the_cache_lacks_raises(slot):
     assert not any(x.any() for x in (*cache.k, *cache.v))
 
 
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+@pytest.mark.parametrize("pairs", [4, 3, 0])
+def test_heads_are_rotated_as_by_torch_bit_by_bit(dtype, pairs, monkeypatch):
+    x, cos, sin = (torch.randn(size).to(dtype) for size in ((5, 3, 8), (5, 1, pairs), (5, 1, pairs)))
+    by_loops = rowwise.rotated(x, cos, sin)
+    monkeypatch.setattr(rowwise, "by_loops", lambda device: False)
+    assert torch.equal(by_loops, rowwise.rotated(x, cos, sin))
+
+
 @pytest.mark.parametrize("in_fp32", [False, True], ids=["weight_of_its_type", "weight_in_fp32"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rms_norm_agrees_with_torch(dtype, in_fp32, monkeypatch):
