@@ -168,11 +168,13 @@ def streamed_kinds(device: Device, dtype: torch.dtype) -> dict[str, tuple[torch.
 
 
 def expert_rates(device: Device, dtype: torch.dtype, scale: Scale) -> dict[str, dict[Shape, dict[int, float]]]:
-    """Flops per second of groups of experts, by kind, shape and the rows of each."""
-    kinds = streamed_kinds(device, dtype).items()
-    return {
-        experts_kind(kind): {scale.expert: _expert_rates(device, dtype, stored, scale)} for kind, (stored, _) in kinds
-    }
+    """Flops per second of groups of experts, by kind, shape and the rows of each: what was measured with matrices up
+    and down stands for both."""
+    found = {}
+    for kind, (stored, _) in streamed_kinds(device, dtype).items():
+        rates = _expert_rates(device, dtype, stored, scale)
+        found[experts_kind(kind)] = {scale.expert: rates, scale.expert[::-1]: rates}
+    return found
 
 
 def _expert_rates(device: Device, dtype: torch.dtype, stored: torch.dtype | str, scale: Scale) -> dict[int, float]:
