@@ -25,6 +25,8 @@ def restrict() -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
+        sys.exit(__doc__)
     restrict()
     sys.argv = sys.argv[1:]
     runpy.run_module(sys.argv[0], run_name="__main__")

@@ -156,7 +156,8 @@ def run(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = Parser("python -m bench.format_rates", "Time matmuls in int8, and the decoding of weights.")
+    modules = ["bench.avx2", "bench.format_rates"] if "bench.avx2" in sys.orig_argv else ["bench.format_rates"]
+    parser = Parser(f"python -m {' '.join(modules)}", "Time matmuls in int8, and the decoding of weights.")
     parser.add_argument("--output", required=True)
     sys.exit(execute(parser, run))
 

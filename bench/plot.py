@@ -9,7 +9,7 @@ import matplotlib
 
 from bench.common import ROOT, load_result
 from bench.rows import QUANTISED
-from bench.tables import best, gain_text, job_text, rows_measured
+from bench.tables import best, gain, gain_text, job_text, rows_measured
 from h2o_flexgen.evaluation.figure import draw
 
 matplotlib.use("Agg")
@@ -61,5 +61,5 @@ def ram_text(data: dict) -> str:
 
 
 if __name__ == "__main__":
-    plot_throughput([data for data in rows_measured() if data["job"]["device"] == "cpu"])
+    plot_throughput([data for data in rows_measured() if data["job"]["device"] == "cpu" and gain(data)])
     draw(load_result("quality_demo"), ROOT / "docs" / "quality_demo.png")

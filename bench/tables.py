@@ -347,7 +347,7 @@ def layer_slots(data: dict) -> list[dict]:
     known = HeadLosses.from_dict(data)
     found = []
     for slots in (102, 204):
-        each = known.slots(slots, data["window"], [None] * len(known.losses))
+        each = known.slots(slots, known.text_len, [None] * len(known.losses))
         found.append({"slots": slots, "each": " ".join("+".join(map(str, layer)) for layer in each)})
     return found
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
+from command_tools import write_model
 
 from h2o_flexgen import LLM, KVBudget, SamplingParams
 from h2o_flexgen.commands.main import main
@@ -57,8 +59,21 @@ def test_the_first_job_measures_and_the_others_read(talker, measured):
     assert (known.model, known.rule) == (str(talker), "h2o")
 
 
+def test_layers_with_a_window_and_a_soft_cap(talker, tmp_path, measured):
+    folder = shutil.copytree(talker, tmp_path / "gemma2")
+    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, head_dim=8)
+    sizes |= dict(num_key_value_heads=2, vocab_size=300, max_position_embeddings=1280, sliding_window=24)
+    write_model(folder, config=sizes | {"model_type": "gemma2", "attn_logit_softcapping": 5.0})
+    found = generated(folder, BUDGET)
+    slots = [layer if isinstance(layer, list) else [layer] * 2 for layer in found[1]]
+    assert max(slots[0] + slots[2]) <= 23 < max(slots[1] + slots[3])
+    assert sum(map(sum, slots)) <= 4 * 23 + 4 * 32
+    assert generated(folder, BUDGET) == found
+    assert measured == ["h2o"]
+
+
 @pytest.mark.parametrize(
-    "content", ["{", '{"format": 0}', '{"format": 1, "rule": "mean", "budgets": [1], "losses": []}']
+    "content", ["{", '{"format": 0}', '{"format": 2, "rule": "mean", "budgets": [1], "losses": []}']
 )
 def test_what_is_damaged_or_of_another_version_or_model_is_measured_anew(talker, measured, caplog, content):
     expected = generated(talker, BUDGET)

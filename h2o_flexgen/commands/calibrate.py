@@ -68,11 +68,11 @@ def run(args: argparse.Namespace) -> None:
         "losses": losses.losses,
     }
     write_text("--output", args.output, to_json(rounded(result, 4)) + "\n")
-    print_text(describe(args, losses, args.window // 5, spec.windows))
+    print_text(describe(args, losses, args.window // 5, spec))
 
 
-def describe(args: argparse.Namespace, losses, mean: int, windows: list[int | None]) -> str:
-    """The slots of each KV head, `mean` on average."""
-    each = " ".join("+".join(map(str, layer)) for layer in losses.slots(mean, args.window, windows))
+def describe(args: argparse.Namespace, losses, mean: int, spec) -> str:
+    """The slots of each KV head, `mean` on average, or fewer if some layers have a window."""
+    each = " ".join("+".join(map(str, layer)) for layer in losses.slots(mean, args.window, spec.windows))
     use = f"--hh-ratio 0.2 --kv-rule {args.kv_rule}:layers={args.output}"
     return f"with {mean} slots on average, the KV heads of each layer would have\n{each}\nuse it     {use}"

@@ -72,13 +72,20 @@ def _inferred(work: Callable[[], Tensor]) -> Tensor:
 def _singles(threads: int) -> ThreadPoolExecutor:
     """Threads in which torch's operators use no other ones. The number belongs to the thread that sets it, but threads
     that begin later take over the last one: it is set back."""
-    pool = ThreadPoolExecutor(threads, "single", initializer=torch.set_num_threads, initargs=(1,))
+    pool = ThreadPoolExecutor(threads, "single", initializer=_use_one_thread)
     all_run = Barrier(threads + 1)
     jobs = [pool.submit(all_run.wait) for _ in range(threads)]
     all_run.wait()
     wait(jobs)
     torch.set_num_threads(threads)
     return pool
+
+
+def _use_one_thread() -> None:
+    """Torch takes the number of all threads when one of them first asks for it: later than this, and it would start
+    threads of its own here. With more of them than cores OpenMP's no longer poll, so that a step takes a fifth more."""
+    torch.get_num_threads()
+    torch.set_num_threads(1)
 
 
 @cache

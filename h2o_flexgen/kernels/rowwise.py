@@ -35,7 +35,7 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x (N, H, D) with the first elements of each head rotated in pairs, half of them apart, by cos and sin
     (N, 1, pairs) of the same type."""
     out = torch.empty_like(x)
-    if x.element_size() < 4 and _by_loops(x, cos, sin):
+    if x.element_size() < 4 and _by_loops(x, cos, sin):  # in fp32 torch may fuse product and sum, and rounds once
         arrays = map(float_array, (x, cos, sin, out))
         _each_row(threads.compiled().rowwise.rotate, x.flatten(0, 1), *arrays)
         return out

@@ -51,24 +51,31 @@ class HeadLosses:
         curves = [curve for layer in losses for curve in layer]
         if not (len(budgets) > 1 and rising and curves and all(len(curve) == len(budgets) for curve in curves)):
             raise ValueError
-        return cls(budgets, losses, data.get("model"), data.get("rule"), data.get("text_len"))
+        text_len = data.get("text_len", data.get("window"))  # what earlier versions called it
+        if text_len is not None and (type(text_len) is not int or text_len < 1):
+            raise ValueError
+        return cls(budgets, losses, data.get("model"), data.get("rule"), text_len)
 
     def measures(self, mean: int, length: int) -> bool:
         """Whether `mean` slots are in the measured range for texts of `length` tokens."""
         return self.budgets[0] <= mean / length <= self.budgets[-1]
 
     def slots(self, mean: int, length: int, windows: Sequence[int | None]) -> ByHead:
-        """The slots that minimise the sum of the losses, at most as many in all as if each head had `mean`.
+        """The slots that minimise the sum of the losses, at most as many in all as if each head had `mean`, or what its
+        window holds.
 
-        A head has one of at most SIZES numbers, each a measured budget, so that the heads of a layer form few groups.
+        A head has one of at most SIZES measured budgets, so that the heads of a layer form few groups. If even the
+        smallest of these is too large, all heads have the same.
 
         Args:
             length: tokens of the longest text.
             windows: the sliding window of each layer, or None: in which no more slots than its tokens are of use.
 
         Raises:
-            UserError: the budget is outside the measured range.
+            UserError: the budget is outside the measured range, or another number of layers was measured.
         """
+        if len(windows) != len(self.losses):
+            raise UserError(f"`kv_rule`: `layers` is of a model of {len(self.losses)} layers, not {len(windows)}")
         if not self.measures(mean, length):
             known = f"{self.budgets[0]:.1%} to {self.budgets[-1]:.1%}"
             raise UserError(
@@ -76,8 +83,8 @@ class HeadLosses:
                 "choose a budget in that range, or `layers=none`"
             )
         heads = [
-            _Head(curve, self._sizes(length, window), mean if window is None else min(mean, window - 1))
-            for layer, window in zip(self.losses, windows)
+            _Head(curve, self._sizes(length, window), min(mean, _most(window)))
+            for layer, window in zip(self.losses, windows, strict=True)
             for curve in layer
         ]
         choices = chain.from_iterable(combinations(range(len(self.budgets)), count) for count in range(1, SIZES + 1))
@@ -93,7 +100,12 @@ class HeadLosses:
             return [max(1, int(part * length)) for part in self.budgets]
         measured = self.text_len or length
         seen = min(length, window) / min(measured, window)
-        return [min(max(1, int(part * measured * seen)), window - 1) for part in self.budgets]
+        return [min(max(1, int(part * measured * seen)), _most(window)) for part in self.budgets]
+
+
+def _most(window: int | None) -> float:
+    """The most slots of use in a layer with this window."""
+    return inf if window is None else max(1, window - 1)  # beside a new token
 
 
 @dataclass(frozen=True)

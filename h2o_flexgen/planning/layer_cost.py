@@ -152,16 +152,18 @@ class LayerCost:
         parts = sum((_cut(count, HEAD_ROWS) for count in rows), Counter())
         return self._matmuls(HEAD, parts, streamed) + parts.total() * self._decoding(HEAD)
 
-    def _decoding(self, layer: int) -> float:
-        """Seconds in which a layer's quantised matrices are decoded, or unpacked to int8."""
+    def _decoding(self, layer: int, read: float = 1.0) -> float:
+        """Seconds in which a layer's quantised matrices are decoded, or unpacked to int8; `read`: fraction of the
+        experts that are."""
         if layer == DECODER:
-            return sum(share * self._decoding(index) for index, share in self._decoders.items())
+            return sum(share * self._decoding(index, read) for index, share in self._decoders.items())
         seconds = 0.0
         for name, shape in self.matrices[layer].items():
             form = self.shapes.forms[name]
             if not form.is_direct:
                 rate = self.profile.unpack_rate if form.in_int8 else self.profile.decode_rate
-                seconds += prod(shape) / rate(form.kept.name)
+                part = read if name in self.shapes.experts else 1.0
+                seconds += part * prod(shape) / rate(form.kept.name)
         return seconds
 
     def conversion(self, weights: Offloaded) -> Amount:
@@ -215,8 +217,8 @@ class LayerCost:
         """`weights`: bytes in memory; a checkpoint of another type has fewer or more on disk. In decoder layers a pass
         of few `tokens` reads only some of the experts."""
         if tokens is not None:
-            unread = self._expert_share * (1 - read_share(self.shapes.spec, tokens))
-            weights = Offloaded(weights.cpu, (1 - unread) * weights.disk)
+            read = 1 - self._expert_share * (1 - read_share(self.shapes.spec, tokens))
+            weights = Offloaded(read * weights.cpu, read * weights.disk)
         return Traffic(disk_to_cpu=self.shapes.stored_ratio * weights.disk, cpu_to_gpu=self._copied(weights))
 
     def _fetched(self, policy: Policy, sequences: Offloaded, nbytes: float) -> Traffic:
@@ -263,7 +265,8 @@ class LayerCost:
 
         matmuls = part.layers * self._matmuls(DECODER, Counter(groups), part.streamed)
         attention = self._decode_attention(longest, part.layers * sum(sizes) - on_host, on_host)
-        dispatch = part.layers * (len(sizes) * self.profile.step_seconds + self._decoding(DECODER))
+        decoding = self._decoding(DECODER, read_share(self.shapes.spec, sum(sizes)))
+        dispatch = part.layers * (len(sizes) * self.profile.step_seconds + decoding)
 
         def staged(read: Amount, copied: Amount, kind: Shapes) -> Traffic:
             """Caches that are read from disk and copied to the device."""

@@ -22,7 +22,7 @@ from h2o_flexgen.profiling.machine import keep
 from h2o_flexgen.utils.files import cache_folder, read_json
 
 #: version of the kept files: with another one everything is measured again
-FORMAT = 1
+FORMAT = 2
 #: passages of the built-in text, and tokens of each
 WINDOWS = 2
 WINDOW = 1024

@@ -20,7 +20,7 @@ from h2o_flexgen.machine import memory
 from h2o_flexgen.machine.device import open_device
 from h2o_flexgen.models.registry import family
 from h2o_flexgen.models.rope import Positions
-from h2o_flexgen.models.spec import ModelSpec, units_of
+from h2o_flexgen.models.spec import ModelSpec, shapes_of, units_of
 from h2o_flexgen.planning.workload import HEAD_ROWS
 from h2o_flexgen.policy import MARGIN, gib
 from h2o_flexgen.storage.disk import default_root
@@ -82,7 +82,7 @@ class LayerModel:
     """Passes over a model on the CPU, with its weights in RAM.
 
     Args:
-        streams: the weights stay on disk, and each layer is read when it is needed, until `close`.
+        streams: matrices stay on disk, and each layer is read when it is needed, until `close`.
 
     Raises:
         UserError: weights that cannot be read or are not finite.
@@ -98,7 +98,8 @@ class LayerModel:
         self._head = len(units) - 1
         _, *self._units = [list(islice(numbers, len(layer.units))) for layer in model.layers]  # by layer
         try:
-            tiers = {name: "disk" if streams else "gpu" for layer in model.layers for name in layer.shapes}
+            shapes = shapes_of(model.layers)
+            tiers = {name: "disk" if streams and len(shape) > 1 else "gpu" for name, shape in shapes.items()}
             formats = {name: model.source.format(name) for name in tiers}
             as_stored = forms(formats, model.dtype, head=model.layers[-1].streamed_shapes)[-1]
             self._weights = WeightStore(transport, model.dtype, units, as_stored, tiers, model.source, progress)
@@ -126,7 +127,8 @@ class LayerModel:
         return found.unflatten(0, ids.shape)
 
     def block(self, layer: int, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Hidden states (B, T, E) after a block. `attend`: q (B, H, T, D), k and v (B, KV, T, D) -> (B, H, T, D)."""
+        """Hidden states (B, T, E) after a block. `attend`: q (B, H, T, D), k and v (B, KV, T, D), and sinks (H,) if the
+        family has some, -> (B, H, T, D)."""
         interrupts.check()
         B, T = positions.shape
 

@@ -16,7 +16,7 @@ from h2o_flexgen.machine.device import Device
 from h2o_flexgen.utils.files import cache_folder, make_private, read_json
 
 #: version of the kept files: with another one everything is measured again
-FORMAT = 23
+FORMAT = 24
 #: fraction of the time that a process may wait for a core while it measures: 0.03 at rest, 0.4 beside a busy program
 CROWDED = 0.2
 

@@ -140,7 +140,7 @@ class StagedExperts(StagedTensor):
         self._chosen: list[StagedTensor | None] | None = None  # by expert; None: all are together
 
     def choose(self, wanted: Collection[int] | None) -> None:
-        """Which experts are staged and converted, counted from the first one here; None: all. All are together where
+        """Which experts are staged and converted, counted from the first one here; None: all. All stay together where
         one of them is in several places in RAM: its codes, and its scales."""
         is_apart = isinstance(self.source, Quantised) and len(self.form.kept.row_bytes(self.shape[-1])) > 1
         if is_apart or (wanted is None and not isinstance(self.source, Stack)):
@@ -149,14 +149,14 @@ class StagedExperts(StagedTensor):
         wanted = range(self.count) if wanted is None else wanted
         self._chosen = [self._expert(n, part) if n in wanted else None for n, part in enumerate(self._parts())]
 
-    def _parts(self) -> list[Tensor | Quantised | Int8Weight | Stored]:
+    def _parts(self) -> list[Tensor | Quantised | Stored]:
         """Each expert's part of the source."""
         if isinstance(self.source, Stored | Stack):
             height = self.shape[0] // self.count
             return [self.source.rows(n * height, height) for n in range(self.count)]
         return split_rows(self.source, self.count)
 
-    def _expert(self, n: int, source: Tensor | Quantised | Int8Weight | Stored) -> StagedTensor:
+    def _expert(self, n: int, source: Tensor | Quantised | Stored) -> StagedTensor:
         shape = (self.shape[0] // self.count, *self.shape[1:])
         return StagedTensor(source, shape, self.form, self.each, self.begin + self.each.times(n))
 

@@ -138,7 +138,7 @@ def tiny_row(tmp_path, monkeypatch):
     python = tmp_path / "peers" / "bin" / "python"
     python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     python.chmod(0o700)
-    monkeypatch.setattr(run.Runner, "prepare", lambda self, job: None)
+    monkeypatch.setattr(run.Runner, "prepare", lambda self, job, home: None)
     flags = "--dtype float32 --hh-ratio {hh_ratio:g} --percent 0 0 100 0 100 0"
     both = {"transformers": System("transformers"), "ours, H2O": System("ours", flags)}
     row = Row("tiny", None, 8, 4, 6, both, runs=1, limit=300)

@@ -134,3 +134,15 @@ def test_the_likeliest_tokens_agree_with_torch(dtype, monkeypatch):
     assert tokens[sound].tolist() == wanted[sound].tolist() and tokens[:2].tolist() == [9, 0]
     torch.testing.assert_close(sums[sound], wanted_sums[sound])
     assert not sums[[2, 3]].isfinite().any()
+
+
+def test_functions_in_order_use_a_thread_each(monkeypatch):
+    """Threads of torch's own in each of them would keep all others from polling, for good."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    monkeypatch.setattr(threads, "_singles", threads._singles.__wrapped__)  # a pool of its own
+    try:
+        assert list(threads.in_order([torch.get_num_threads] * 4, 2)) == [1] * 4
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)

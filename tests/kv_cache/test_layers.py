@@ -64,6 +64,22 @@ def test_losses_of_another_form_are_refused(losses):
         HeadLosses.from_dict({"budgets": [0.1, 0.2], "losses": losses})
 
 
+@pytest.mark.parametrize("length", ["abc", [64], -5, 0, 64.5, True])
+def test_the_length_of_measured_texts_is_a_number(length):
+    with pytest.raises(ValueError):
+        HeadLosses.from_dict({"budgets": [0.1, 0.2], "losses": [[1, 0]], "text_len": length})
+
+
+def test_files_of_earlier_versions_have_a_length():
+    data = {"budgets": BUDGETS, "losses": [FLAT, STEEP], "window": 1024}
+    assert HeadLosses.from_dict(data).text_len == 1024
+
+
+def test_losses_of_another_number_of_layers_are_refused():
+    with pytest.raises(UserError, match="of a model of 2 layers, not 3"):
+        known_losses([FLAT, STEEP]).slots(150, 1000, [None] * 3)
+
+
 @pytest.mark.parametrize("by_head", ["abc", (5, 5), ((1.5,),), ((0, 5),), ((True,),), ((),), ([5],), ((None,),)])
 def test_slots_of_heads_are_whole_numbers(by_head):
     with pytest.raises(UserError, match="slots of each KV head"):
@@ -87,7 +103,7 @@ def test_no_other_slots_in_three_sizes_have_a_smaller_loss(losses, mean):
 
 @given(
     losses=st.lists(st.lists(st.floats(0, 9), min_size=4, max_size=4), min_size=3, max_size=9),
-    windows=st.lists(st.sampled_from([None, 2, 64, 300, 5000]), min_size=9, max_size=9),
+    windows=st.lists(st.sampled_from([None, 1, 2, 64, 300, 5000]), min_size=9, max_size=9),
     mean=st.integers(50, 500),
     measured=st.sampled_from([None, 250, 4000]),
 )
@@ -95,9 +111,9 @@ def test_a_window_takes_no_more_slots_than_it_has_tokens(losses, windows, mean, 
     windows = windows[: len(losses)]
     known = replace(known_losses(losses), text_len=measured)
     slots = [n for (n,) in known.slots(mean, 1000, windows)]
-    most = [mean if window is None else min(mean, window - 1) for window in windows]
-    assert sum(slots) <= sum(most)
-    assert all(1 <= n < (window or 1001) for n, window in zip(slots, windows))
+    held = [1000 if window is None else max(1, window - 1) for window in windows]
+    assert sum(slots) <= sum(min(mean, most) for most in held)
+    assert all(1 <= n <= most for n, most in zip(slots, held))
 
 
 def test_what_a_window_cannot_hold_goes_to_other_layers():
