@@ -82,11 +82,10 @@ class HeadLosses:
                 f"`kv_rule`: `layers` was measured for budgets of {known} of a text, not for {mean} slots of {length}: "
                 "choose a budget in that range, or `layers=none`"
             )
-        heads = [
-            _Head(curve, self._sizes(length, window), min(mean, _most(window)))
-            for layer, window in zip(self.losses, windows, strict=True)
-            for curve in layer
-        ]
+        heads: list[_Head] = []
+        for layer, window in zip(self.losses, windows, strict=True):
+            sizes = self._sizes(length, window)
+            heads += [_Head(curve, sizes, min(mean, _most(window))) for curve in layer]
         choices = chain.from_iterable(combinations(range(len(self.budgets)), count) for count in range(1, SIZES + 1))
         allocations = [each for choice in choices if (each := _allocated(choice, heads))]
         alike = _Allocation(inf, [head.share for head in heads])
@@ -114,6 +113,10 @@ class _Head:
     sizes: list[int]  # its slots with each budget
     share: int  # its slots if all heads got the same
 
+    def has_all(self, choice: tuple[int, ...]) -> bool:
+        """Whether these budgets are different numbers of slots."""
+        return len({self.sizes[n] for n in choice}) == len(choice)
+
 
 def _allocated(choice: tuple[int, ...], heads: list[_Head]) -> _Allocation | None:
     """The slots of all heads, each with one of the budgets that are the `choice`; None if even the smallest take too
@@ -121,7 +124,7 @@ def _allocated(choice: tuple[int, ...], heads: list[_Head]) -> _Allocation | Non
     least = choice[0]
     slots = [head.sizes[least] for head in heads]
     left = sum(head.share for head in heads) - sum(slots)
-    if left < 0 or all(len({head.sizes[n] for n in choice}) < len(choice) for head in heads):
+    if left < 0 or not any(head.has_all(choice) for head in heads):
         return None
     steps = []
     for number, head in enumerate(heads):
