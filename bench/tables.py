@@ -160,6 +160,7 @@ AIMS = [
     ("llama-1b 128+128 uncapped", "ours, H2O + int8 Q4_0", "llama.cpp Q4_0", 2.4),
     ("qwen3-30b 32+32 Q4_0", "ours, H2O + int8 Q4_0", "llama.cpp Q4_0", 4),
     ("qwen3-30b 32+32 Q4_0", "ours, H2O + int8 Q4_0", "llama.cpp, 32 sequences Q4_0", 20),
+    ("gpt-oss-20b 32+32 MXFP4", "ours, H2O + int8 MXFP4", "llama.cpp, 32 sequences MXFP4", 20),
     ("smollm2 512+64", "ours, H2O, int8 matmuls Q4_1", "transformers Q4_1", 3),
 ]
 
