@@ -375,8 +375,8 @@ def losses_by_budget(data: dict) -> list[dict]:
     found = []
     for row in data["rows"]:
         slots = "all" if row["slots"] is None else "{heavy} + {recent}".format(**row)
-        name, *layers = row["rule"].split("layers=")
-        found.append(row | {"rule": name + "layers" * len(layers), "slots": slots, "mib": row["kv_bytes"] / MIB})
+        rule = re.sub("layers=(?!none).*", "layers", row["rule"])  # without the name of a file
+        found.append(row | {"rule": rule, "slots": slots, "mib": row["kv_bytes"] / MIB})
     return found
 
 
