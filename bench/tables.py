@@ -896,6 +896,7 @@ def fill(text: str) -> str:
 def unused_results() -> set[str]:
     """Results that no document shows."""
     shown = {name for path in DOCUMENTS for name in re.findall(r"<!-- table (\S+) -->", path.read_text())}
+    shown |= {TABLES[name].file for name in shown & TABLES.keys()}
     files = {path.stem for path in RESULTS.glob("*.json") if not path.stem.startswith("quick_")}
     return {"throughput" if name.startswith("throughput") else name for name in files} - shown
 
