@@ -90,7 +90,6 @@ def write_gguf(config: dict, path: Path, kind: str) -> None:
     import gguf
 
     kind, _, router = kind.partition(" ")
-
     spec = spec_of(config)
     arch = {"qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss"}.get(spec.model_type, "llama")
     writer = gguf.GGUFWriter(path, arch)

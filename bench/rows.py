@@ -88,8 +88,8 @@ EXPERTS = {
     "ours, full cache + int8, int8 matmuls": System("ours", f"{INT8} --compress-cache int8"),
     "ours, H2O + int8": System("ours", f"{H2O} {INT8} --compress-cache int8"),
 }
-#: the same on a CPU that has AVX2 alone, and with a router that prefers some experts
 OURS_ON_EXPERTS = EXPERTS["ours, H2O + int8"]
+#: ours, also as on a CPU that has AVX2 alone, and with a router that prefers some experts
 EXPERTS_APART = {
     "ours, H2O + int8 Q4_0": replace(OURS_ON_EXPERTS, kind="Q4_0"),
     "ours, H2O + int8, AVX2 alone Q4_0": replace(OURS_ON_EXPERTS, kind="Q4_0", avx2=True),
