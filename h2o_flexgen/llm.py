@@ -344,7 +344,9 @@ class LLM:
         slots = sum(budget.slots(self.spec.positions))
         if TEXT * slots > self.spec.positions or head_losses(budget.rule):
             return budget
-        return self.head_slots.shared(budget, Workload((slots,), gen_len=slots + 2))
+        workload = Workload((slots,), gen_len=slots + 2)
+        self.head_slots.measure(budget, workload)
+        return self.head_slots.shared(budget, workload)
 
     def plan(self, workload: Workload, kv_budget: KVBudget | str | None, compress_cache: str | None) -> ExecutionPlan:
         """What the planner chooses for a job now, with the slots of each KV head; nothing is allocated. Raises
@@ -365,9 +367,10 @@ class LLM:
         seconds = choice.prediction.job_seconds if choice.prediction else 0.0
         limits = self.resources().limits
         room = min(limit for tier, limit in limits.items() if tier != "disk")
-        shared = self.head_slots.shared(kv_budget, workload, seconds, room)
+        self.head_slots.measure(kv_budget, workload, seconds, room)
         self.device.release_gaps()
         self._reset_meters()
+        shared = self.head_slots.shared(kv_budget, workload)
         return replace(choose(shared, compress_cache), curve=choice.curve)
 
     @in_turn

@@ -36,6 +36,15 @@ def measured(monkeypatch) -> list[str]:
     return rules
 
 
+@pytest.fixture
+def windowed(talker, tmp_path):
+    """A model with sliding windows in every other layer, and soft caps."""
+    folder = shutil.copytree(talker, tmp_path / "gemma2")
+    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, head_dim=8)
+    sizes |= dict(num_key_value_heads=2, vocab_size=300, max_position_embeddings=1280, sliding_window=24)
+    return write_model(folder, config=sizes | {"model_type": "gemma2", "attn_logit_softcapping": 5.0})
+
+
 def generated(model, budget: KVBudget, prompt=PROMPT) -> tuple[list[int], list | None]:
     """Tokens, and the slots of each head."""
     with LLM(str(model), kv_budget=budget, device="cpu", dtype="float32", progress=False) as llm:
@@ -59,16 +68,12 @@ def test_the_first_job_measures_and_the_others_read(talker, measured):
     assert (known.model, known.rule) == (str(talker), "h2o")
 
 
-def test_layers_with_a_window_and_a_soft_cap(talker, tmp_path, measured):
-    folder = shutil.copytree(talker, tmp_path / "gemma2")
-    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, head_dim=8)
-    sizes |= dict(num_key_value_heads=2, vocab_size=300, max_position_embeddings=1280, sliding_window=24)
-    write_model(folder, config=sizes | {"model_type": "gemma2", "attn_logit_softcapping": 5.0})
-    found = generated(folder, BUDGET)
+def test_layers_with_a_window_and_a_soft_cap(windowed, measured):
+    found = generated(windowed, BUDGET)
     slots = [layer if isinstance(layer, list) else [layer] * 2 for layer in found[1]]
     assert max(slots[0] + slots[2]) <= 23 < max(slots[1] + slots[3])
     assert sum(map(sum, slots)) <= 4 * 23 + 4 * 32
-    assert generated(folder, BUDGET) == found
+    assert generated(windowed, BUDGET) == found
     assert measured == ["h2o"]
 
 
@@ -150,11 +155,34 @@ def test_a_stream_has_slots_by_head(talker, measured):
     assert measured == ["h2o"]
 
 
-def test_a_resumed_job_keeps_the_slots_it_began_with(talker, tmp_path, measured):
+def test_plans_know_what_was_measured(talker, capsys, measured):
+    options = f"--model {talker} --prompt-len 80 --gen-len 20 --num-prompts 4 --kv-rule h2o --dtype float32".split()
+
+    def planned(command: str, *budget: str) -> dict:
+        capsys.readouterr()
+        assert main([command, *options, *budget, "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    in_slots = ("--hh-size", "16")
+    before = planned("plan", *in_slots)
+    assert "layers" not in before["kv_budget"] and measured == []
+    _, slots = generated(talker, BUDGET)
+    for command in ("plan", "search"):
+        found = planned(command, *in_slots)
+        assert found["kv_budget"]["layers"] == slots
+        assert "layers" not in found["command"] and "by-head" not in found["command"]
+        assert found["model"]["kv_bytes_per_sequence"]["job"] < before["model"]["kv_bytes_per_sequence"]["full"]
+    assert planned("plan", "--hh-size", "16", "--percent", *"0 0 0 0 0 0".split())["kv_budget"]["layers"] == slots
+    assert measured == ["h2o"]
+
+
+@pytest.mark.parametrize("kind", ["talker", "windowed"])
+def test_a_resumed_job_keeps_the_slots_it_began_with(kind, request, tmp_path, measured):
+    folder = request.getfixturevalue(kind)
     rows = [json.dumps({"prompt_token_ids": [n, *PROMPT]}) for n in range(6)]
     inputs = tmp_path / "rows.jsonl"
     output = tmp_path / "texts.jsonl"
-    options = f"--model {talker} --device cpu --dtype float32 --hh-size 16 --kv-rule h2o --gen-len 20 --ignore-eos"
+    options = f"--model {folder} --device cpu --dtype float32 --hh-size 16 --kv-rule h2o --gen-len 20 --ignore-eos"
 
     def run(name: str, count: int) -> list[str]:
         inputs.write_text("\n".join(rows[:count]) + "\n")
@@ -165,7 +193,8 @@ def test_a_resumed_job_keeps_the_slots_it_began_with(talker, tmp_path, measured)
     whole = run("whole.jsonl", 6)
     run(output.name, 2)
     known = json.loads(kept().read_text())
-    kept().write_text(json.dumps(known | {"losses": [[[0.0] * len(known["budgets"])] * 4] * len(known["losses"])}))
+    alike = [[[0.0] * len(known["budgets"])] * len(layer) for layer in known["losses"]]
+    kept().write_text(json.dumps(known | {"losses": alike}))
     assert run(output.name, 6) == whole
     kept().unlink()
     assert run("again.jsonl", 6) == whole

@@ -6,6 +6,7 @@ import argparse
 import json
 import shlex
 from dataclasses import asdict, replace
+from functools import partial
 
 from h2o_flexgen.commands import fleet, options
 from h2o_flexgen.commands.budget import add_budget_options, check_model, make_budget, make_losses
@@ -60,6 +61,7 @@ def run(args: argparse.Namespace) -> None:
     policy = options.make_policy(args, args.num_prompts)
 
     from h2o_flexgen.models import inspect
+    from h2o_flexgen.profiling.head_slots import KnownHeadSlots
 
     found = inspect.find(args.model, args.path)
     check_model(losses, args.kv_rule, found.name, weights_text(args.compress_weight, args.compute))
@@ -67,8 +69,9 @@ def run(args: argparse.Namespace) -> None:
     found.spec.check_length(length, args.gen_len, args.position_rolling)
     profile = profile_for(args, found)
     planner = planner_for(args, found, profile, policy, losses)
+    heads = KnownHeadSlots(found)
     try:
-        choice = choose(args, length, planner, policy, budget)
+        choice = choose(args, length, planner, policy, budget, heads)
     except PlanError:  # a newcomer wants to know how large the model is
         if not args.json:
             kind, model = next(iter(planner.models.items()))
@@ -83,11 +86,12 @@ def run(args: argparse.Namespace) -> None:
         print_result(found.name, choice, profile, workload, result)
 
     def plan_again(changed: argparse.Namespace, budget: KVBudget | None):
-        return choose(changed, length, planner_for(changed, found, profile, policy, None), policy, budget)
+        return choose(changed, length, planner_for(changed, found, profile, policy, None), policy, budget, heads)
 
     def plan_elsewhere(worker: argparse.Namespace):
         other = profile_for(worker, found)
-        return choose(worker, length, planner_for(worker, found, other, policy, losses), policy, budget), name_of(other)
+        planner = planner_for(worker, found, other, policy, losses)
+        return choose(worker, length, planner, policy, budget, heads), name_of(other)
 
     if not args.search and not choice.plan.missing():
         fleet.add_fleet(args, result, plan_elsewhere)
@@ -172,8 +176,8 @@ def planner_for(args: argparse.Namespace, found, profile, policy: Policy | None,
     return planner_of(job, models_of(args, found, profile.dtype), profile.dtype, cuda, profile)
 
 
-def choose(args: argparse.Namespace, length: int, planner, policy, budget):
-    """The plan for prompts of `length` tokens."""
+def choose(args: argparse.Namespace, length: int, planner, policy, budget, heads):
+    """The plan for prompts of `length` tokens. `heads`: the `KnownHeadSlots` of the model."""
     from h2o_flexgen.planning.memory import Resources
 
     size = args.gpu_batch_size
@@ -183,7 +187,13 @@ def choose(args: argparse.Namespace, length: int, planner, policy, budget):
         prompts = options.num_prompts(args, policy)
     workload = Workload((length,) * prompts, args.gen_len, mean_len=args.expect_len)
     caps = {tier: getattr(args, name) for tier, name in LIMITS.items()}
-    return planner.choose(workload, Resources.of(planner.profile, caps), policy, budget, args.compress_cache)
+    plan = partial(planner.choose, workload, Resources.of(planner.profile, caps), policy)
+    if isinstance(budget, KVBudget):
+        return plan(heads.shared(budget, workload), args.compress_cache)
+    choice = plan(budget, args.compress_cache)
+    if choice.kv_budget is None:
+        return choice
+    return replace(plan(heads.shared(choice.kv_budget, workload), choice.compress_cache), curve=choice.curve)
 
 
 def sizes_of(model, compress_weight: str | None, found, profile, choice=None) -> dict:
@@ -278,6 +288,7 @@ def command_for(args: argparse.Namespace, workload: dict, choice, profile) -> st
     budget = asdict(choice.kv_budget) if choice.kv_budget else {}
     rule = budget.pop("rule", None)
     rolling = budget.pop("position_rolling", False)
+    budget.pop("by_head", None)  # the job finds the same
     arguments = {"model": args.model, "path": args.path, **workload}
     arguments |= {"kv_rule": rule, **budget}
     arguments |= {"gpu_batch_size": policy.gpu_batch_size, "num_gpu_batches": policy.num_gpu_batches}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -22,7 +20,7 @@ from h2o_flexgen.formats import Format, prepare
 from h2o_flexgen.formats.forms import cache_formats, check_compute, compressed
 from h2o_flexgen.kernels import int8, rowwise
 from h2o_flexgen.kv_cache.full import prepare_cache
-from h2o_flexgen.models.folder import weight_files
+from h2o_flexgen.models.fingerprint import fingerprint
 from h2o_flexgen.models.gguf import is_gguf
 from h2o_flexgen.models.hub import commit
 from h2o_flexgen.models.parts import activation
@@ -41,7 +39,6 @@ from h2o_flexgen.models.spec import Layer, ModelSpec, shapes_of
 from h2o_flexgen.models.tokenizer import end_ids, load_tokenizer
 from h2o_flexgen.storage.checkpoint import Checkpoint
 from h2o_flexgen.storage.dummy import DummyCheckpoint
-from h2o_flexgen.utils.files import samples
 
 #: a text, token ids, or a conversation, which may be just its messages
 Prompt = str | Seq[int] | Seq[dict] | Conversation
@@ -92,7 +89,7 @@ class LoadedModel:
 
     @cached_property
     def fingerprint(self) -> str:
-        return fingerprint(self)
+        return fingerprint(self.spec, None if self.is_dummy else self.source.path, self.tokenizer)
 
     @cached_property
     def eos_ids(self) -> frozenset[int]:
@@ -265,20 +262,3 @@ def _dummy_spec(model: str | None) -> ModelSpec:
             f"built in, not {model!r}: {', '.join(known_names())}"
         )
     return spec
-
-
-def fingerprint(model: LoadedModel) -> str:
-    """A hash of a model's configuration, samples of its weights, its tokenizer and chat template. It does not depend on
-    paths and times: a copy is the same model. Raises UserError if the weights cannot be read."""
-    found = hashlib.sha256(repr((model.spec, model.is_dummy)).encode())
-    if not model.is_dummy:
-        path = model.source.path
-        for file in weight_files(path) if path.is_dir() else [path]:
-            found.update(samples(file))
-    if model.tokenizer is not None:
-        backend = getattr(model.tokenizer, "backend_tokenizer", None)
-        parts = json.loads(backend.to_str()) if backend else dict(sorted(model.tokenizer.get_vocab().items()))
-        for name in ("truncation", "padding"):  # which encoding changes
-            parts.pop(name, None)
-        found.update(repr((parts, model.tokenizer.chat_template)).encode())
-    return found.hexdigest()[:16]

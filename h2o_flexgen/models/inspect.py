@@ -10,6 +10,7 @@ import torch
 
 from h2o_flexgen.formats import Format, dtype_name
 from h2o_flexgen.formats.forms import compressed
+from h2o_flexgen.models.fingerprint import fingerprint
 from h2o_flexgen.models.folder import weight_files
 from h2o_flexgen.models.gguf import in_place, is_gguf
 from h2o_flexgen.models.hub import commit, downloaded
@@ -36,11 +37,25 @@ class Found(NamedTuple):
     spec: ModelSpec
     declared: str | None  # the type of the weights; None if the config does not name one
     is_dummy: bool = False  # the weights are random
-    gguf: Path | None = None  # the GGUF file of the weights, if any
-    to_fetch: bool = False  # the weights are not on this machine yet
+    weights: Path | None = None  # the folder or GGUF file with the weights, if they are on this machine
     tokenizer: object = None  # None if there is none, or if it was not read because the sizes are built in
     revision: str | None = None  # the commit of a repository on the hub; None for other models and one not cached
     method: Method | None = None  # by which the checkpoint is quantised, if it is
+
+    @property
+    def to_fetch(self) -> bool:
+        """Whether the weights are not on this machine yet."""
+        return self.weights is None and not self.is_dummy
+
+    @property
+    def gguf(self) -> Path | None:
+        """The GGUF file of the weights, if any."""
+        return self.weights if self.weights and is_gguf(self.weights) else None
+
+    @property
+    def fingerprint(self) -> str:
+        """As of `LoadedModel`. Raises UserError if the weights cannot be read."""
+        return fingerprint(self.spec, self.weights, self.tokenizer)
 
     def stored(self, dtype: str) -> str:
         """The type of the weights in the checkpoint, for a job that computes in `dtype`."""
@@ -69,20 +84,21 @@ def find(model: str | None, path: str | None = None) -> Found:
     """A model as `LLM` finds it. From the hub only the config and the tokenizer are fetched, and nothing if its sizes
     are built in. Raises UserError if there is no such model."""
     if path == DUMMY:
-        return find(model)._replace(declared=named_dtype(model or ""), is_dummy=True, to_fetch=False, method=None)
+        return find(model)._replace(declared=named_dtype(model or ""), is_dummy=True, weights=None, method=None)
     if path is None and model is not None and not os.path.exists(os.path.expanduser(model)):
         spec = named_spec(model)
         if spec is not None:
             folder = downloaded(repository(model))
-            revision = folder and commit(folder)
-            method = method_of(named_config(model))
-            return Found(model, spec, named_dtype(model), to_fetch=folder is None, revision=revision, method=method)
+            if folder is not None:
+                return _found(model, folder, folder)
+            return Found(model, spec, named_dtype(model), method=method_of(named_config(model)))
     weights, folder = find_model(model, path, weights=False)
-    spec = read_spec(folder)
-    declared = stored_dtype(folder)
-    tokenizer = load_tokenizer(folder)
-    name = model_name(model, path, weights)
-    to_fetch = not is_gguf(weights) and not weight_files(weights)
-    gguf = weights if is_gguf(weights) else None
-    method = None if gguf else read_method(folder)
-    return Found(name, spec, declared, False, gguf, to_fetch, tokenizer, commit(weights), method)
+    return _found(model_name(model, path, weights), weights, folder)
+
+
+def _found(name: str, weights: Path, folder: Path) -> Found:
+    """The model whose weights, if they are there, are in `weights`, and its config in `folder`."""
+    method = None if is_gguf(weights) else read_method(folder)
+    is_here = is_gguf(weights) or bool(weight_files(weights))
+    found = Found(name, read_spec(folder), stored_dtype(folder), weights=weights if is_here else None, method=method)
+    return found._replace(tokenizer=load_tokenizer(folder), revision=commit(weights))

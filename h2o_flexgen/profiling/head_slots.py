@@ -14,6 +14,7 @@ from h2o_flexgen.engine.model import LoadedModel
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.kv_cache import head_losses, option_layers, rule_for
 from h2o_flexgen.kv_cache.layers import HeadLosses
+from h2o_flexgen.models.inspect import Found
 from h2o_flexgen.planning.workload import Workload
 from h2o_flexgen.policy import GIB, KVBudget
 from h2o_flexgen.profiling import calibration, windows
@@ -35,37 +36,29 @@ MOST_OF_JOB = 0.02
 log = logging.getLogger(__name__)
 
 
-class HeadSlots:
-    """Shares out the slots of KV budgets among the KV heads of a model.
+class KnownHeadSlots:
+    """Shares out the slots of KV budgets among the KV heads of a model, as far as earlier jobs have measured them.
 
     Args:
-        progress: show a bar while measuring.
+        model: whose weights need not have been found.
     """
 
-    def __init__(self, model: LoadedModel, progress: bool = True):
+    def __init__(self, model: LoadedModel | Found):
         self.model = model
-        self.progress = progress
         self._known: dict[str, HeadLosses | None] = {}  # by rule; None: cannot be measured, or would take too long
 
     def are_known(self, budget: KVBudget, workload: Workload) -> bool:
-        """Whether `shared` has nothing to measure."""
+        """Whether nothing is left to measure for a budget."""
         rule = budget.rule
         is_open = self._is_open(budget, workload)
         if is_open and rule not in self._known:
             self._read(rule)
         return not is_open or rule in self._known
 
-    def shared(self, budget: KVBudget, workload: Workload, job_seconds: float = 0.0, room: float = inf) -> KVBudget:
+    def shared(self, budget: KVBudget, workload: Workload) -> KVBudget:
         """The budget with the slots of each head for texts of the job; a budget that has them stays as it is. All heads
-        get the same if the user says so, the model cannot be measured, or the budget is out of the measured range.
-
-        Args:
-            job_seconds: what the job takes, if known.
-            room: bytes of memory that measuring may take.
-
-        Raises:
-            UserError: a file of losses that cannot be used.
-        """
+        get the same if the user says so, nothing was measured, or the budget is out of the measured range. Raises
+        UserError for a file of losses that cannot be used."""
         if budget.by_head is not None:
             return budget
         slots = sum(budget.slots(workload.longest))
@@ -74,12 +67,8 @@ class HeadSlots:
         if (by_hand := head_losses(budget.rule)) is not None:
             return replace(budget, by_head=by_hand.slots(slots, length, spec.windows))
         alike = replace(budget, by_head=())
-        if not self._is_open(budget, workload):
-            return alike
-        if not self.are_known(budget, workload):
-            self._known[budget.rule] = self._measured(budget.rule, max(MOST_SECONDS, MOST_OF_JOB * job_seconds), room)
-        losses = self._known[budget.rule]
-        if losses is None or not losses.measures(slots, length):
+        losses = self._known.get(budget.rule) if self.are_known(budget, workload) else None
+        if losses is None or not self._is_open(budget, workload) or not losses.measures(slots, length):
             return alike
         shared = replace(budget, by_head=losses.slots(slots, length, spec.windows))
         try:
@@ -120,6 +109,29 @@ class HeadSlots:
             self._known[rule] = losses
         except (UserError, KeyError, TypeError, ValueError):
             log.warning("%s is damaged, or of another version or model: the KV heads are measured again", path)
+
+
+class HeadSlots(KnownHeadSlots):
+    """The same for a job, which measures what it does not know.
+
+    Args:
+        progress: show a bar while measuring.
+    """
+
+    def __init__(self, model: LoadedModel, progress: bool = True):
+        super().__init__(model)
+        self.progress = progress
+
+    def measure(self, budget: KVBudget, workload: Workload, job_seconds: float = 0.0, room: float = inf) -> None:
+        """Measure and keep what `shared` lacks, if the model can be measured.
+
+        Args:
+            job_seconds: what the job takes, if known.
+            room: bytes of memory that measuring may take.
+        """
+        if not self.are_known(budget, workload):
+            most_seconds = max(MOST_SECONDS, MOST_OF_JOB * job_seconds)
+            self._known[budget.rule] = self._measured(budget.rule, most_seconds, room)
 
     def _measured(self, rule: str, most_seconds: float, room: float) -> HeadLosses | None:
         """Measure now, and keep it; None if that is not possible, or takes too much time or memory."""

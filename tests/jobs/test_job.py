@@ -14,7 +14,6 @@ from command_tools import FP32, TINY, last_line, read_rows, write_model, write_r
 from machines import kernels
 
 from h2o_flexgen import LLM, SamplingParams, UserError
-from h2o_flexgen.engine.model import fingerprint
 from h2o_flexgen.engine.observer import ProgressBar
 from h2o_flexgen.errors import Interrupted
 from h2o_flexgen.jobs import input as jobs_input
@@ -23,6 +22,7 @@ from h2o_flexgen.jobs.manifest import Manifest, manifest_path
 from h2o_flexgen.jobs.output import OutputFile
 from h2o_flexgen.jobs.settings import changes
 from h2o_flexgen.kernels import int8, linear
+from h2o_flexgen.models.fingerprint import fingerprint
 
 pytest_plugins = ["command_tools"]
 
@@ -319,8 +319,7 @@ def test_a_fingerprint_is_of_the_content(model, tmp_path):
     def of(content: bytes, vocabulary: dict) -> str:
         weights.write_bytes(content)
         tokenizer = SimpleNamespace(get_vocab=lambda: vocabulary, chat_template=None)  # a slow one
-        source = SimpleNamespace(path=weights)
-        return fingerprint(SimpleNamespace(spec=None, is_dummy=False, source=source, tokenizer=tokenizer))
+        return fingerprint(None, weights, tokenizer)
 
     first = of(bytes(1000), {"a": 1, "b": 2})
     assert of(bytes(1000), {"b": 2, "a": 1}) == first
