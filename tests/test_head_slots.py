@@ -172,8 +172,20 @@ def test_plans_know_what_was_measured(talker, capsys, measured):
         assert found["kv_budget"]["layers"] == slots
         assert "layers" not in found["command"] and "by-head" not in found["command"]
         assert found["model"]["kv_bytes_per_sequence"]["job"] < before["model"]["kv_bytes_per_sequence"]["full"]
-    assert planned("plan", "--hh-size", "16", "--percent", *"0 0 0 0 0 0".split())["kv_budget"]["layers"] == slots
+    assert planned("plan", *in_slots, "--percent", *"0 0 0 0 0 0".split())["kv_budget"]["layers"] == slots
     assert measured == ["h2o"]
+
+
+def test_a_plan_that_sizes_the_budget_shares_it_out(talker, capsys, measured):
+    with LLM(str(talker), kv_budget=KVBudget.from_ratio(0.2), dtype="float32", progress=False) as llm:
+        llm.generate([PROMPT * 10], PARAMS)
+    capsys.readouterr()
+    job = f"--model {talker} --prompt-len 800 --gen-len 400 --num-prompts 512"
+    options = "--hh-ratio auto --compress-weight auto --gpu-batch-size 512 --percent 100 0 100 0 100 0 --json"
+    assert main(["plan", *job.split(), *options.split()]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["kv_budget"]["layers"]
+    assert found["curve"] and len(measured) == 1
 
 
 @pytest.mark.parametrize("kind", ["talker", "windowed"])

@@ -69,9 +69,9 @@ def run(args: argparse.Namespace) -> None:
     found.spec.check_length(length, args.gen_len, args.position_rolling)
     profile = profile_for(args, found)
     planner = planner_for(args, found, profile, policy, losses)
-    heads = KnownHeadSlots(found)
+    plan = partial(choose, length=length, policy=policy, heads=KnownHeadSlots(found))
     try:
-        choice = choose(args, length, planner, policy, budget, heads)
+        choice = plan(args, planner=planner, budget=budget)
     except PlanError:  # a newcomer wants to know how large the model is
         if not args.json:
             kind, model = next(iter(planner.models.items()))
@@ -86,12 +86,11 @@ def run(args: argparse.Namespace) -> None:
         print_result(found.name, choice, profile, workload, result)
 
     def plan_again(changed: argparse.Namespace, budget: KVBudget | None):
-        return choose(changed, length, planner_for(changed, found, profile, policy, None), policy, budget, heads)
+        return plan(changed, planner=planner_for(changed, found, profile, policy, None), budget=budget)
 
     def plan_elsewhere(worker: argparse.Namespace):
         other = profile_for(worker, found)
-        planner = planner_for(worker, found, other, policy, losses)
-        return choose(worker, length, planner, policy, budget, heads), name_of(other)
+        return plan(worker, planner=planner_for(worker, found, other, policy, losses), budget=budget), name_of(other)
 
     if not args.search and not choice.plan.missing():
         fleet.add_fleet(args, result, plan_elsewhere)
@@ -187,13 +186,15 @@ def choose(args: argparse.Namespace, length: int, planner, policy, budget, heads
         prompts = options.num_prompts(args, policy)
     workload = Workload((length,) * prompts, args.gen_len, mean_len=args.expect_len)
     caps = {tier: getattr(args, name) for tier, name in LIMITS.items()}
-    plan = partial(planner.choose, workload, Resources.of(planner.profile, caps), policy)
+    asked = (workload, Resources.of(planner.profile, caps), policy)
     if isinstance(budget, KVBudget):
-        return plan(heads.shared(budget, workload), args.compress_cache)
-    choice = plan(budget, args.compress_cache)
-    if choice.kv_budget is None:
+        return planner.choose(*asked, heads.shared(budget, workload), args.compress_cache)
+    choice = planner.choose(*asked, budget, args.compress_cache)
+    shared = choice.kv_budget and heads.shared(choice.kv_budget, workload)
+    if not (shared and shared.by_head):
         return choice
-    return replace(plan(heads.shared(choice.kv_budget, workload), choice.compress_cache), curve=choice.curve)
+    again = planner.under(choice.compress_weight).choose(*asked, shared, choice.compress_cache)
+    return replace(again, curve=choice.curve)
 
 
 def sizes_of(model, compress_weight: str | None, found, profile, choice=None) -> dict:
