@@ -249,7 +249,8 @@ class LLM:
             scored = {s.index: outputs[s.index] for s in sequences}
             finish = partial(complete_score, greedy_token_ids=sink.greedy_token_ids)
             collector = OutputCollector(scored, finish, on_output)
-            self._run(self._job(sequences, workload_of(sequences), sink), collector)
+            workload = workload_of(sequences)
+            self._run(self._job(sequences, replace(workload, is_known=workload.gen_len > 1), sink), collector)
         return outputs
 
     @in_turn

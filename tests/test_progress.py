@@ -75,15 +75,15 @@ def test_a_job_shows_its_pass_its_rows_and_the_layer_of_prompts(monkeypatch, cap
     job.on_pass(sequences)
     job.on_layer(2)
     for s in sequences:
-        s.tokens.append(7)
+        s.append(7, -1.0)
     job.on_layer(4)
     job.on_pass(sequences)
     for s in sequences:
-        s.tokens.append(8)
+        s.append(8, -1.0)
     job.on_layer(4)
     job.on_finished(sequences[:1])  # it has stopped early
     job.on_pass(sequences[1:])
-    sequences[1].tokens.append(9)
+    sequences[1].append(9, -1.0)
     job.on_layer(4)
     job.close()
     lines = capsys.readouterr().err.splitlines()

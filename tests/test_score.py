@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 import zoo
 from oracle import fresh_rotary
 
 from h2o_flexgen import LLM, Policy, UserError
+from h2o_flexgen.engine.observer import Observer
 
 #: the basic model of every family, RoPE by length in two kinds, and sliding windows
 MODELS = [*zoo.FIRST.values(), "llama_groups_of_8_dynamic", "llama_longrope", *zoo.WINDOWS]
@@ -19,6 +22,7 @@ POLICIES = {
     "disk": dict(percent=(0, 0, 0, 0, 0, 0), gpu_batch_size=2, num_gpu_batches=2, prefill_tokens=20),
     "thirds": dict(percent=(33, 33, 33, 33, 33, 33), gpu_batch_size=3, num_gpu_batches=3),
     "in_turn": dict(percent=(50, 0, 50, 0, 0, 50), gpu_batch_size=4, overlap=False),
+    "at_once": dict(percent=(0, 0, 100, 0, 0, 100), gpu_batch_size=2, num_gpu_batches=2),
 }
 CASES = [(name, list(POLICIES)[n % len(POLICIES)]) for n, name in enumerate(MODELS)]
 
@@ -81,6 +85,22 @@ def test_under_a_kv_budget_the_tokens_score_as_with_the_oracle(tiny, name, polic
         assert output.greedy_token_ids == reference.greedy
     full = score(model, texts, PROMPT, **POLICIES[policy])
     assert any(a.token_logprobs != pytest.approx(b.token_logprobs, abs=1e-3) for a, b in zip(outputs, full))
+
+
+def test_where_weights_stream_a_pass_scores_several_tokens_of_a_text(tiny):
+    model = tiny("llama")
+    texts = natural(model, LENGTHS[:4])
+    found = {}
+    passes = Counter()
+    for policy in ("gpu", "at_once"):
+        watch = Observer()
+        watch.on_pass = lambda rows, policy=policy: passes.update([policy])
+        options = dict(device="cpu", dtype="float32", progress=False, observer=watch)
+        with LLM(str(model.folder), Policy(**POLICIES[policy]), zoo.sized(*BUDGET), **options) as llm:
+            found[policy] = [output.token_logprobs for output in llm.score(texts, PROMPT)]
+    for some, others in zip(*found.values(), strict=True):
+        assert some == pytest.approx(others, abs=1e-4)
+    assert passes == {"gpu": 16, "at_once": 4}
 
 
 def clear_cut(model, lengths):

@@ -96,13 +96,14 @@ class Sequence:
         return self.tokens[len(self.logprobs) - 1 : len(self.tokens) - self.is_whole]
 
     def append(self, token: int, logprob: float) -> bool:
-        """Append a token, unless the sequence has ended; returns whether it did. A `logprob` that is not finite ends
-        the sequence with an error."""
+        """Append a token, or score one that was forced, unless the sequence has ended; returns whether it did. A
+        `logprob` that is not finite ends the sequence with an error."""
         if self.finish_reason is None and not math.isfinite(logprob):
             self.finish_reason = "error"
         if self.finish_reason is not None:
             return False
-        self.tokens.append(token)
+        if not self.pending:
+            self.tokens.append(token)
         self.logprobs.append(logprob)
         return True
 
@@ -130,7 +131,7 @@ class Piece:
         places: of the rows in the KV block; a node has none.
         path: the last node of the prefix that all rows share; None if they share none.
         frees: nodes that neither a later piece of the pass nor a waiting row needs.
-        counts: tokens of each row: its newest one, or several that structured output has forced. Default: 1 each.
+        counts: tokens of each row: its newest one, or several that are known. Default: 1 each.
     """
 
     batch: int

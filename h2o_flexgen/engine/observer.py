@@ -43,15 +43,15 @@ class Observers:
 
 
 class TokenCounter:
-    """Counts the tokens that a pass adds."""
+    """Counts the tokens that a pass chooses or scores."""
 
     def begin(self, rows: list[Sequence]) -> None:
         self.rows = rows
-        self.before = sum(len(s.tokens) for s in rows)
+        self.before = sum(len(s.logprobs) for s in rows)
 
     def new(self) -> int:
-        """Tokens added since the last call."""
-        count = sum(len(s.tokens) for s in self.rows)
+        """Tokens since the last call."""
+        count = sum(len(s.logprobs) for s in self.rows)
         found = count - self.before
         self.before = count
         return found

@@ -204,10 +204,12 @@ class TeacherForcing:
     def __init__(self, targets: dict[int, list[int]]):
         self.targets = targets
         self._next = {index: iter(tokens) for index, tokens in targets.items()}
+        self._at_once = False
         self.greedy_token_ids: dict[int, list[int]] = defaultdict(list)
 
     def expect(self, rows: list[Sequence], at_once: bool) -> None:
         """As `step.LogitsSink`."""
+        self._at_once = at_once
 
     def take(self, sequences: list[Sequence], logits: Tensor) -> None:
         """As `step.LogitsSink`."""
@@ -216,8 +218,13 @@ class TeacherForcing:
         for s, target, logprob, token in zip(sequences, targets, logprobs, greedy):
             if s.append(target, logprob):
                 self.greedy_token_ids[s.index].append(token)
-                if len(s.tokens) == len(self.targets[s.index]):
+                if len(s.logprobs) == len(self.targets[s.index]):
                     s.finish_reason = "length"
+        for s in set(sequences) if self._at_once else ():
+            if (
+                s.finish_reason is None and not s.pending and len(s.logprobs) >= len(s.prompt) - s.wanted
+            ):  # the prompt is scored
+                s.tokens += self.targets[s.index][len(s.tokens) : -1]
 
 
 def sample(

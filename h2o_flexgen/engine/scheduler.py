@@ -196,13 +196,9 @@ class Scheduler:
     def _steps(self, k: int, batch: BatchPass, count: int) -> Piece:
         """The decode steps of the first rows of a batch; with forced tokens, as many as there is room for."""
         rows = batch.rows[:count]
-        left = (FORCED - 1) * self.sizes[k]
-        counts = []
-        for place, s in enumerate(rows):
-            extra = min(len(s.inputs) - 1, left)
-            left -= extra
-            counts.append(1 + extra)
-            if extra and place not in batch.places:  # more than a token of it changes
+        counts = shared_out(FORCED * self.sizes[k], [len(s.inputs) for s in rows])
+        for place, tokens in enumerate(counts):
+            if tokens > 1 and place not in batch.places:  # more than a token of it changes
                 batch.places.append(place)
         return Piece(k, rows, list(range(count)), counts=counts)
 
@@ -217,6 +213,15 @@ class Scheduler:
             nodes = set(nodes_of(piece)) | {s for s in piece.rows if isinstance(s, Node)}
             piece.frees = [node for node in nodes - seen if node.waiting == 0]
             seen |= nodes
+
+
+def shared_out(room: int, wanted: list[int]) -> list[int]:
+    """What each gets of `room` tokens, at most as many as it wants, if none gets more than it must for another's sake:
+    rows advance together."""
+    most = room // len(wanted)
+    while most < max(wanted) and sum(min(each, most + 1) for each in wanted) <= room:
+        most += 1
+    return [min(each, most) for each in wanted]
 
 
 def _fits(needed: tuple[int, ...], room: tuple[int, ...]) -> bool:

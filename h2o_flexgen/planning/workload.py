@@ -30,7 +30,7 @@ GROUP_ROWS = 128
 
 #: bytes of what structured output knows of a row: its place in a grammar, and states that it has seen
 GRAMMAR_BYTES = 512 << 10
-#: with structured output, the most tokens of a pass of decode steps are this many times the places
+#: where tokens are known ahead, the most tokens of a pass of decode steps are this many times the places
 FORCED = 4
 
 
@@ -48,7 +48,8 @@ class Workload:
         output_tokens: the most tokens of all outputs together, if known.
         window: rows that are in memory at once; None: all of them, and their outputs to the end.
         logits: the most tokens of a prompt whose logits are wanted.
-        is_structured: some outputs are structured: decode steps may have several tokens of a row.
+        is_structured, is_known: some outputs are structured, or all are given: decode steps may have several tokens of
+            a row.
     """
 
     prompt_lens: Sequence[int]
@@ -61,11 +62,12 @@ class Workload:
     window: int | None = None
     logits: int = 1
     is_structured: bool = False
+    is_known: bool = False
 
     @property
     def row_tokens(self) -> int:
         """The most tokens of a pass of decode steps, as a multiple of its rows."""
-        return FORCED if self.is_structured else 1
+        return FORCED if self.is_structured or self.is_known else 1
 
     @property
     def longest(self) -> int:
