@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, combinations, islice, pairwise
+from functools import cached_property
+from itertools import combinations, pairwise
 from math import inf, isfinite
+
+import numpy as np
 
 from h2o_flexgen.errors import UserError
 from h2o_flexgen.utils.files import read_json
 
-#: how many different numbers of slots the heads of a model may have
+#: how many different numbers of slots the heads of a layer may have
 SIZES = 3
+#: halvings of the range of prices of a slot
+HALVINGS = 50
 #: slots of each KV head, by layer; a single number stands for all heads of a layer
 ByHead = tuple[tuple[int, ...], ...]
 #: a loss with each budget
@@ -64,8 +69,8 @@ class HeadLosses:
         """The slots that minimise the sum of the losses, at most as many in all as if each head had `mean`, or what its
         window holds.
 
-        A head has one of at most SIZES measured budgets, so that the heads of a layer form few groups. If even the
-        smallest of these is too large, all heads have the same.
+        A head has one of the measured budgets, and those of a layer have at most SIZES different ones, so that they
+        form few groups. If even the smallest budget is too large, all heads have the same.
 
         Args:
             length: tokens of the longest text.
@@ -82,16 +87,13 @@ class HeadLosses:
                 f"`kv_rule`: `layers` was measured for budgets of {known} of a text, not for {mean} slots of {length}: "
                 "choose a budget in that range, or `layers=none`"
             )
-        heads: list[_Head] = []
-        for layer, window in zip(self.losses, windows, strict=True):
-            sizes = self._sizes(length, window)
-            heads += [_Head(curve, sizes, min(mean, _most(window))) for curve in layer]
-        choices = chain.from_iterable(combinations(range(len(self.budgets)), count) for count in range(1, SIZES + 1))
-        allocations = [each for choice in choices if (each := _allocated(choice, heads))]
-        alike = _Allocation(inf, [head.share for head in heads])
-        best = min([*allocations, alike], key=lambda each: (each.loss, -sum(each.slots)))
-        chosen = iter(best.slots)
-        return tuple(tuple(islice(chosen, len(layer))) for layer in self.losses)
+        layers = [
+            _Layer(np.minimum.accumulate(curves, axis=1), np.array(self._sizes(length, window)))
+            for curves, window in zip(self.losses, windows, strict=True)
+        ]
+        shares = [[min(mean, _most(window))] * len(layer) for layer, window in zip(self.losses, windows)]
+        found = _allocated(layers, sum(map(sum, shares)))
+        return tuple(map(tuple, found or shares))
 
     def _sizes(self, length: int, window: int | None) -> list[int]:
         """The budgets in slots for texts of `length` tokens: as large a part of what a query sees as when measured."""
@@ -108,53 +110,58 @@ def _most(window: int | None) -> float:
 
 
 @dataclass(frozen=True)
-class _Head:
-    curve: Curve
-    sizes: list[int]  # its slots with each budget
-    share: int  # its slots if all heads got the same
+class _Layer:
+    """The KV heads of a layer."""
 
-    def has_all(self, choice: tuple[int, ...]) -> bool:
-        """Whether these budgets are different numbers of slots."""
-        return len({self.sizes[n] for n in choice}) == len(choice)
+    losses: np.ndarray  # (heads, budgets), falling
+    sizes: np.ndarray  # (budgets,) in slots, rising
+
+    @cached_property
+    def _choices(self) -> np.ndarray:
+        """(choices, SIZES): all budgets that the heads may have."""
+        budgets = range(len(self.sizes))
+        return np.array(list(combinations(budgets, min(SIZES, len(self.sizes)))))
+
+    def cheapest(self, price: float) -> np.ndarray:
+        """The budget of each head for which the losses, and the price for each slot, add up to the least."""
+        costs = (self.losses + price * self.sizes)[:, self._choices]
+        choice = costs.min(2).sum(0).argmin()
+        return self._choices[choice][costs[:, choice].argmin(1)]
+
+    def upgrades(self, budgets: np.ndarray, left: int) -> Iterator[tuple[float, int, int]]:
+        """(gain of each slot, head, budget) of what one head could have instead, for at most `left` more slots."""
+        for head, now in enumerate(budgets):
+            others = {*budgets[:head], *budgets[head + 1 :]}
+            for budget in range(now + 1, len(self.sizes)):
+                width = self.sizes[budget] - self.sizes[now]
+                if 0 < width <= left and len(others | {budget}) <= SIZES:
+                    yield (self.losses[head, now] - self.losses[head, budget]) / width, head, budget
 
 
-def _allocated(choice: tuple[int, ...], heads: list[_Head]) -> _Allocation | None:
-    """The slots of all heads, each with one of the budgets that are the `choice`; None if even the smallest take too
-    many, or two are the same."""
-    least = choice[0]
-    slots = [head.sizes[least] for head in heads]
-    left = sum(head.share for head in heads) - sum(slots)
-    if left < 0 or not any(head.has_all(choice) for head in heads):
+def _allocated(layers: list[_Layer], most: int) -> list[list[int]] | None:
+    """The slots of each head, at most `most` in all; None if even the smallest budgets take more.
+
+    Every slot has the same price, at which each layer takes what is cheapest for it. Then no other slots lose less
+    that are as many in all (Everett 1963, generalized Lagrange multipliers). The price is halved towards the one at
+    which `most` are taken, and what is left goes where it gains most.
+    """
+    slots = lambda price: sum(int(layer.sizes[layer.cheapest(price)].sum()) for layer in layers)
+    high = 1.0 + max(layer.losses.max() for layer in layers)  # no slot is worth that
+    if slots(high) > most:
         return None
-    steps = []
-    for number, head in enumerate(heads):
-        corners = _convex([(head.sizes[n], head.curve[n]) for n in choice])
-        steps += [_Step(_slope(a, b), number, b[0], b[0] - a[0], a[1] - b[1]) for a, b in pairwise(corners)]
-    loss = sum(head.curve[least] for head in heads)
-    for step in sorted(steps):  # greedy: the first steps of a convex curve are the steepest
-        if step.width > left:
-            break
-        slots[step.head] = step.size
-        left -= step.width
-        loss -= step.gain
-    return _Allocation(loss, slots)
-
-
-@dataclass(frozen=True)
-class _Allocation:
-    loss: float
-    slots: list[int]
-
-
-@dataclass(frozen=True, order=True)
-class _Step:
-    """More slots for a head: up to `size`, which are `width` more."""
-
-    slope: float
-    head: int
-    size: int
-    width: int
-    gain: float
+    low = high * 2.0**-HALVINGS
+    for _ in range(HALVINGS):
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if slots(middle) > most else (low, middle)
+    budgets = [layer.cheapest(high) for layer in layers]
+    left = most - slots(high)
+    while True:
+        steps = [(*step, n) for n, layer in enumerate(layers) for step in layer.upgrades(budgets[n], left)]
+        gain, head, budget, n = max(steps, default=(0.0, 0, 0, 0))
+        if gain <= 0:
+            return [layer.sizes[own].tolist() for layer, own in zip(layers, budgets)]
+        left -= layers[n].sizes[budget] - layers[n].sizes[budgets[n][head]]
+        budgets[n][head] = budget
 
 
 def _curve(values: list[float]) -> Curve:
@@ -162,21 +169,3 @@ def _curve(values: list[float]) -> Curve:
     if not all(map(isfinite, curve)):
         raise ValueError
     return curve
-
-
-def _convex(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The corners of the lower convex hull of the points, taken as a falling curve."""
-    corners = []
-    least = points[0][1]
-    for x, y in points:
-        if corners and x == corners[-1][0]:  # both are all that a window holds
-            continue
-        least = min(least, y)
-        while len(corners) > 1 and _slope(corners[-2], corners[-1]) >= _slope(corners[-1], (x, least)):
-            corners.pop()
-        corners.append((x, least))
-    return corners
-
-
-def _slope(a: tuple[float, float], b: tuple[float, float]) -> float:
-    return (b[1] - a[1]) / (b[0] - a[0])
