@@ -341,9 +341,11 @@ def test_it_is_decoded_on_loading_where_there_is_room(quantised):
             held = llm.runner.weights.resident["model.layers.0.mlp.up_proj.weight"] if decoded else None
             assert not isinstance(held, Quantised) or (compute == "int8" and held.format == Int8())
             assert decoded or "model.layers.0.mlp.up_proj.weight" in llm.runner.weights.stored
-            scores = [text.token_logprobs for text in llm.score(prompts, 2)]
+            scores = [logprob for text in llm.score(prompts, 2) for logprob in text.token_logprobs]
             found.append(([o.outputs[0].token_ids for o in outputs], scores))
-    assert found[0] == found[1] == found[2] and found[3] == found[4] and found[0] != found[3]
+    # where weights stream a pass scores several tokens: its matmuls have more rows, which may change the last bits
+    same = lambda n, m: found[n][0] == found[m][0] and found[n][1] == pytest.approx(found[m][1], abs=1e-4)
+    assert found[0] == found[1] and same(0, 2) and same(3, 4) and not same(0, 3)
 
 
 def test_blocks_of_4_bits_are_multiplied_in_their_stored_form(tmp_path, fast_blocks):
