@@ -188,7 +188,8 @@ class Attention:
         stays = protected | is_recent
         rank = torch.where(stays, inf, rank).masked_fill_(position >= PROMPT, -inf)
         order = rank.sort(dim=-1, descending=True, stable=True).indices
-        counts = (self.idea.prompt * slots).round().long().clamp(min=1).expand(B, KV).contiguous()
+        counts = (self.idea.prompt * slots).round().long()
+        counts = torch.minimum(counts, slots - (self.idea.every - 1)).clamp(min=1).expand(B, KV).contiguous()
         taken = position < counts[..., None]
         held = torch.where(taken, order, N).sort(-1).values.clamp(max=N - 1)
         protected = protected.expand(B, KV, N).contiguous()

@@ -791,8 +791,8 @@ TABLES = {
             "204 slots": "{slots_204[rise]:+.1%} ± {slots_204[error]:.1%}",
             "102 slots": "{slots_102[rise]:+.1%} ± {slots_102[error]:.1%}",
         },
-        above="{workload[model]} in {workload[dtype]}, {workload[passages]} passages of eight texts. The engine's own "
-        "loss under `voted`: {engine[slots_204][rise]:+.1%} and {engine[slots_102][rise]:+.1%}.",
+        above="{workload[model]} in {workload[dtype]}, {workload[passages]} passages. The engine's own loss "
+        "under `voted`: {engine[slots_204][rise]:+.1%} and {engine[slots_102][rise]:+.1%}.",
     ),
     "engine_stop": Table(
         {"stops": "{stops}", "seconds, median": "{median:.1f}", "longest": "{max:.1f}"},

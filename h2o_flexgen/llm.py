@@ -228,8 +228,8 @@ class LLM:
         Args:
             texts: texts, or lists of token ids.
             prompt_len: tokens of each text that are its prompt: a number for all texts, or one for each. The others are
-                fed one by one, so that the KV budget acts as in generation. None reads a whole text in one pass, with
-                full attention.
+                decode steps, several in a pass where weights stream, so that the KV budget acts as in generation. None
+                reads a whole text in one pass, with full attention.
             first_scored: the first token of each text to score, counted from 0: by default the first one after the
                 prompt, or the second one of the text. What texts have in common before it is computed once.
             on_output: called with every output that is scored, as soon as its text has ended.

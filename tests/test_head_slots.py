@@ -11,6 +11,7 @@ from command_tools import write_model
 from h2o_flexgen import LLM, KVBudget, SamplingParams
 from h2o_flexgen.commands.main import main
 from h2o_flexgen.kv_cache.layers import HeadLosses
+from h2o_flexgen.policy import PolicySettings
 from h2o_flexgen.profiling import calibration, head_slots
 from h2o_flexgen.utils.files import cache_folder
 
@@ -84,7 +85,7 @@ def test_what_is_damaged_or_of_another_version_or_model_is_measured_anew(talker,
     expected = generated(talker, BUDGET)
     kept().write_text(content)
     assert generated(talker, BUDGET) == expected
-    assert measured == ["h2o", "h2o"] and "measured again" in caplog.text
+    assert measured == ["h2o", "h2o"] and "it is not used" in caplog.text
 
 
 def test_each_rule_is_measured_for_itself(talker, measured):
@@ -173,7 +174,18 @@ def test_plans_know_what_was_measured(talker, capsys, measured):
         assert "layers" not in found["command"] and "by-head" not in found["command"]
         assert found["model"]["kv_bytes_per_sequence"]["job"] < before["model"]["kv_bytes_per_sequence"]["full"]
     assert planned("plan", *in_slots, "--percent", *"0 0 0 0 0 0".split())["kv_budget"]["layers"] == slots
+    assert planned("plan", *in_slots, "--gen-len", "1")["kv_budget"] is None
     assert measured == ["h2o"]
+
+
+def test_a_policy_file_has_no_slots_of_heads(talker, tiny, tmp_path, measured):
+    """They are those of one model."""
+    generated(talker, BUDGET)
+    path = tmp_path / "policy.json"
+    options = f"--model {talker} --prompt-len 80 --gen-len 20 --kv-rule h2o --hh-size 16 -o {path}".split()
+    assert main(["search", *options]) == 0
+    assert json.loads(path.read_text())["kv_budget"]["layers"]
+    assert PolicySettings.from_file(path).kv_budget == BUDGET
 
 
 def test_a_plan_that_sizes_the_budget_shares_it_out(talker, capsys, measured):

@@ -24,6 +24,7 @@ from h2o_flexgen.engine.params import SamplingParams
 from h2o_flexgen.engine.prefixes import Node
 from h2o_flexgen.kv_cache.rule import Rows
 from h2o_flexgen.models.rope import Positions
+from h2o_flexgen.planning.workload import FORCED
 
 
 @dataclass(eq=False)
@@ -83,11 +84,11 @@ class Sequence:
     def will_end(self) -> bool:
         """Whether it is known to end with its next token."""
         done = self.length - self.prompt_end + 2 + self.pending if self.tokens else 1
-        return done >= self.params.max_tokens
+        return done >= self.params.max_tokens and len(self.inputs) <= FORCED  # what a pass takes of every row
 
     @property
     def pending(self) -> int:
-        """How many of `tokens` were forced, and are not scored yet."""
+        """How many of `tokens` were known ahead, and are not scored yet."""
         return len(self.tokens) - len(self.logprobs)
 
     @property
@@ -96,10 +97,11 @@ class Sequence:
         return self.tokens[len(self.logprobs) - 1 : len(self.tokens) - self.is_whole]
 
     def append(self, token: int, logprob: float) -> bool:
-        """Append a token, or score one that was forced, unless the sequence has ended; returns whether it did. A
+        """Append a token, or score one that was known, unless the sequence has ended; returns whether it did. A
         `logprob` that is not finite ends the sequence with an error."""
         if self.finish_reason is None and not math.isfinite(logprob):
             self.finish_reason = "error"
+            del self.tokens[len(self.logprobs) :]
         if self.finish_reason is not None:
             return False
         if not self.pending:
@@ -156,15 +158,16 @@ class Piece:
 
     @cached_property
     def rounds(self) -> list[Round]:
-        """The tokens of all rows that attend together: in each round one of each row that has one left."""
+        """The tokens of all rows that attend together, the first of each row first. Rows of a round are neighbours, so
+        that none of their KV block is copied."""
         begins = [0, *accumulate(self.counts)]
         found = []
         for n in range(max(self.counts)):
-            rows = [row for row, count in enumerate(self.counts) if count > n]
-            length = torch.tensor([self.rows[row].length + n for row in rows])
-            ends = torch.tensor([self.rows[row].prompt_end for row in rows])
-            places = [self.places[row] for row in rows]
-            found.append(Round([begins[row] + n for row in rows], places, Rows.steps(length, ends)))
+            for rows in runs([row for row, count in enumerate(self.counts) if count > n]):
+                length = torch.tensor([self.rows[row].length + n for row in rows])
+                ends = torch.tensor([self.rows[row].prompt_end for row in rows])
+                places = [self.places[row] for row in rows]
+                found.append(Round([begins[row] + n for row in rows], places, Rows.steps(length, ends)))
         return found
 
     @cached_property
@@ -190,6 +193,17 @@ class Piece:
         """Count the tokens of this piece as cached."""
         for s, count in zip(self.rows, self.counts):
             s.length += count
+
+
+def runs(rows: list[int]) -> list[list[int]]:
+    """Ascending numbers, cut where one is missing."""
+    found: list[list[int]] = []
+    for row in rows:
+        if found and row == found[-1][-1] + 1:
+            found[-1].append(row)
+        else:
+            found.append([row])
+    return found
 
 
 class PromptPiece(Piece):

@@ -98,7 +98,7 @@ class ProgressBar(Observer):
     def on_finished(self, rows: list[Sequence]) -> None:
         self.done += len(rows)
         if self.total is not None:  # some may have stopped early
-            self.bar.total -= sum(max(0, s.params.max_tokens - len(s.tokens)) for s in rows if s.task is None)
+            self.bar.total -= sum(max(0, s.params.max_tokens - len(s.logprobs)) for s in rows if s.task is None)
             self.bar.refresh()
         if whole := sum(s.task is not None for s in rows):  # they generate nothing, and count as a token each
             self.bar.update(whole)

@@ -96,7 +96,7 @@ class Meter:
                 self.prompts += s.answer == 0
         for s in pass_.rows:
             if s.finish_reason is not None:
-                self.lengths[s.rank] = len(s.tokens)
+                self.lengths[s.rank] = len(s.logprobs)
         self.stop()
 
     def stop(self) -> None:

@@ -17,7 +17,7 @@ from h2o_flexgen.engine.masks import Masks
 from h2o_flexgen.engine.params import SamplingParams
 from h2o_flexgen.engine.stop import StopStrings, decode
 from h2o_flexgen.kernels.rowwise import allowed_maxima, forbid, maxima
-from h2o_flexgen.planning.workload import SAMPLE_ROWS
+from h2o_flexgen.planning.workload import FORCED, SAMPLE_ROWS
 
 #: at lower temperatures sampling is greedy, and dividing by them would overflow
 GREEDY_BELOW = 1e-6
@@ -220,11 +220,17 @@ class TeacherForcing:
                 self.greedy_token_ids[s.index].append(token)
                 if len(s.logprobs) == len(self.targets[s.index]):
                     s.finish_reason = "length"
-        for s in set(sequences) if self._at_once else ():
-            if (
-                s.finish_reason is None and not s.pending and len(s.logprobs) >= len(s.prompt) - s.wanted
-            ):  # the prompt is scored
-                s.tokens += self.targets[s.index][len(s.tokens) : -1]
+        if self._at_once:
+            for s in set(sequences):
+                self._append_known(s)
+
+    def _append_known(self, s: Sequence) -> None:
+        """Append as many tokens as one pass takes, if the next one is known to be an input, as the last target never
+        is. HEAD_ROWS may divide the logits of a prompt: so long as some are to come, nothing is appended."""
+        is_read = len(s.logprobs) >= len(s.prompt) - s.wanted
+        if s.finish_reason is None and not s.pending and is_read:
+            begin = len(s.tokens)
+            s.tokens += self.targets[s.index][begin:-1][: FORCED - 1]
 
 
 def sample(

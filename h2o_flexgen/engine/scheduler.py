@@ -30,7 +30,7 @@ class BatchPass:
     Attributes:
         rows: by place.
         moves: (from, to) of rows that have moved up.
-        places: of which more than a token changes: that have received a row, moved or new, or have forced tokens.
+        places: of which more than a token changes: that have received a row, moved or new, or have known tokens.
         opens: (longest prompt, longest output) to lay the batch out for, if it was empty.
     """
 
@@ -194,7 +194,7 @@ class Scheduler:
         return pieces
 
     def _steps(self, k: int, batch: BatchPass, count: int) -> Piece:
-        """The decode steps of the first rows of a batch; with forced tokens, as many as there is room for."""
+        """The decode steps of the first rows of a batch; with known tokens, as many as there is room for."""
         rows = batch.rows[:count]
         counts = shared_out(FORCED * self.sizes[k], [len(s.inputs) for s in rows])
         for place, tokens in enumerate(counts):
@@ -216,12 +216,14 @@ class Scheduler:
 
 
 def shared_out(room: int, wanted: list[int]) -> list[int]:
-    """What each gets of `room` tokens, at most as many as it wants, if none gets more than it must for another's sake:
-    rows advance together."""
-    most = room // len(wanted)
-    while most < max(wanted) and sum(min(each, most + 1) for each in wanted) <= room:
-        most += 1
-    return [min(each, most) for each in wanted]
+    """The same number for each, or all it wants if that is less: the largest number that fits into `room`."""
+    left = room
+    for n, each in enumerate(sorted(wanted)):
+        share = left // (len(wanted) - n)
+        if each > share:
+            return [min(other, share) for other in wanted]
+        left -= each
+    return wanted
 
 
 def _fits(needed: tuple[int, ...], room: tuple[int, ...]) -> bool:

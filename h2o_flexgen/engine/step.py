@@ -63,7 +63,7 @@ class LogitsSink(Protocol):
 
     def take(self, sequences: list[Sequence], logits: Tensor) -> None:
         """Consume logits (B, V), one row for each of B sequences. A sequence that is listed several times has a row for
-        each of the last tokens of its prompt.
+        each of the last tokens of its prompt, or of the known tokens behind it.
 
         Append the input of the next step to each sequence that still runs, and set `finish_reason` of those that end.
         """
@@ -95,10 +95,7 @@ class Walk:
         self.token_bytes = self.spec.state_width * self.dtype.itemsize
         self._prefetchers = [Prefetcher(part, self.spec, stores.has_cache) for part in stores.parts]
         self._enter(self._prefetchers[0])
-        # weights that stream make a pass expensive; of a cache that streams, forced tokens would write back whole rows
-        has_resident_cache = {"gpu"} >= set(stores.job.placement.cache.values())
-        streams = any(part.weights.groups for part in stores.parts)
-        self._at_once = has_resident_cache and (self.part.device.is_cuda or streams)
+        self._at_once = stores.job.workload.row_tokens(stores.job.policy, self.part.device.is_cuda) > 1
         self._trimmed = time.perf_counter()
         self._hidden: dict[int, Tensor] = {}  # by chunk, of those that stay on the device
         self._open: dict[int, KVTensors] = {}  # KV blocks of the current layer, by batch
@@ -328,7 +325,7 @@ class Walk:
             context, slots = decode(rows, *inputs, first.lengths, sinks)
         if others:
             context = torch.empty_like(qkv[0]).index_copy_(0, torch.tensor(first.tokens, device=device), context)
-        for each in others:  # a token that was forced goes the same way as one that was chosen
+        for each in others:  # a token that was known goes the same way as one that was chosen
             with cache.rows(each.places) as rows:
                 found, _ = decode(rows, *(x[each.tokens] for x in qkv), each.lengths, sinks)
             context[each.tokens] = found

@@ -129,24 +129,32 @@ class _Layer:
         return self._choices[choice][costs[:, choice].argmin(1)]
 
     def upgrades(self, budgets: np.ndarray, left: int) -> Iterator[tuple[float, int, int]]:
-        """(gain of each slot, head, budget) of what one head could have instead, for at most `left` more slots."""
+        """(gain of each slot, head, budget) of what a head could have instead, for at most `left` more slots."""
         for head, now in enumerate(budgets):
-            others = {*budgets[:head], *budgets[head + 1 :]}
             for budget in range(now + 1, len(self.sizes)):
                 width = self.sizes[budget] - self.sizes[now]
-                if 0 < width <= left and len(others | {budget}) <= SIZES:
+                if 0 < width <= left and self.losses[head, budget] < self.losses[head, now]:
                     yield (self.losses[head, now] - self.losses[head, budget]) / width, head, budget
+
+    def upgrade(self, budgets: np.ndarray, head: int, budget: int, left: int) -> int:
+        """Give a head another budget, if the layer may have it; returns how many more slots that takes."""
+        width = int(self.sizes[budget] - self.sizes[budgets[head]])
+        others = {*budgets[:head], *budgets[head + 1 :]}
+        if not 0 < width <= left or len(others | {budget}) > SIZES:
+            return 0
+        budgets[head] = budget
+        return width
 
 
 def _allocated(layers: list[_Layer], most: int) -> list[list[int]] | None:
     """The slots of each head, at most `most` in all; None if even the smallest budgets take more.
 
-    Every slot has the same price, at which each layer takes what is cheapest for it. Then no other slots lose less
-    that are as many in all (Everett 1963, generalized Lagrange multipliers). The price is halved towards the one at
-    which `most` are taken, and what is left goes where it gains most.
+    Every slot has the same price, at which each layer takes what is cheapest for it: no other slots lose less that are
+    as many in all (Everett 1963, generalized Lagrange multipliers). The price is halved towards the one at which `most`
+    are taken. Then what is left goes where it gains most.
     """
     slots = lambda price: sum(int(layer.sizes[layer.cheapest(price)].sum()) for layer in layers)
-    high = 1.0 + max(layer.losses.max() for layer in layers)  # no slot is worth that
+    high = 1.0 + max((layer.losses[:, 0] - layer.losses[:, -1]).max() for layer in layers)  # no slot is worth that
     if slots(high) > most:
         return None
     low = high * 2.0**-HALVINGS
@@ -155,13 +163,14 @@ def _allocated(layers: list[_Layer], most: int) -> list[list[int]] | None:
         low, high = (middle, high) if slots(middle) > most else (low, middle)
     budgets = [layer.cheapest(high) for layer in layers]
     left = most - slots(high)
-    while True:
+    taken = True
+    while taken:
         steps = [(*step, n) for n, layer in enumerate(layers) for step in layer.upgrades(budgets[n], left)]
-        gain, head, budget, n = max(steps, default=(0.0, 0, 0, 0))
-        if gain <= 0:
-            return [layer.sizes[own].tolist() for layer, own in zip(layers, budgets)]
-        left -= layers[n].sizes[budget] - layers[n].sizes[budgets[n][head]]
-        budgets[n][head] = budget
+        taken = 0
+        for _, head, budget, n in sorted(steps, reverse=True):
+            taken += layers[n].upgrade(budgets[n], head, budget, left - taken)
+        left -= taken
+    return [layer.sizes[own].tolist() for layer, own in zip(layers, budgets)]
 
 
 def _curve(values: list[float]) -> Curve:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from h2o_flexgen.errors import UserError
 from h2o_flexgen.formats import Format, dtype_name
 from h2o_flexgen.formats.forms import compressed
 from h2o_flexgen.models.fingerprint import fingerprint
@@ -83,17 +84,28 @@ class Found(NamedTuple):
 def find(model: str | None, path: str | None = None) -> Found:
     """A model as `LLM` finds it. From the hub only the config and the tokenizer are fetched, and nothing if its sizes
     are built in. Raises UserError if there is no such model."""
-    if path == DUMMY:
-        return find(model)._replace(declared=named_dtype(model or ""), is_dummy=True, weights=None, method=None)
-    if path is None and model is not None and not os.path.exists(os.path.expanduser(model)):
+    spec = None
+    if path in (None, DUMMY) and model is not None and not os.path.exists(os.path.expanduser(model)):
         spec = named_spec(model)
-        if spec is not None:
-            folder = downloaded(repository(model))
-            if folder is not None:
-                return _found(model, folder, folder)
-            return Found(model, spec, named_dtype(model), method=method_of(named_config(model)))
+    if spec is not None:
+        named = Found(model, spec, named_dtype(model), method=method_of(named_config(model)))
+    if path == DUMMY:
+        found = find(model) if spec is None else named
+        return found._replace(declared=named_dtype(model or ""), is_dummy=True, weights=None, method=None)
+    if spec is not None:
+        folder = downloaded(repository(model))
+        return named if folder is None else _downloaded(named, folder)
     weights, folder = find_model(model, path, weights=False)
     return _found(model_name(model, path, weights), weights, folder)
+
+
+def _downloaded(named: Found, folder: Path) -> Found:
+    """A model whose sizes are built in, and whose weights are in a folder of the hub's cache: as the files there say,
+    unless a job would have to fetch some of them again."""
+    try:
+        return _found(named.name, folder, folder)
+    except UserError:
+        return named._replace(weights=folder, revision=commit(folder))
 
 
 def _found(name: str, weights: Path, folder: Path) -> Found:

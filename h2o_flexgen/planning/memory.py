@@ -338,7 +338,7 @@ def _plan_computing(
     hidden = shapes.spec.state_width * shapes.itemsize  # bytes of a token's state between two stages
     for k, tier in enumerate(placement.activations):
         plan.add(tier, f"activations of batch {k}", batches[k] * longest * hidden)
-    rows = decode_rows(batches, workload)
+    rows = decode_rows(batches, workload, workload.row_tokens(policy, shapes.cuda))
     plan.add("gpu", "activations of a decode step", rows * hidden)
     micro_bytes = micro_tokens(policy.prefill_tokens, longest, batches[0]) * hidden
     sizes = activation_bytes(placement.activations, micro_bytes, policy.overlap, shapes.cuda)
@@ -351,12 +351,12 @@ def _plan_computing(
     return plan.items
 
 
-def decode_rows(batches: list[int], workload: Workload) -> int:
-    """Tokens of a pass whose hidden states stay on the device: one for each place, and prompts of rows that join the
-    matmuls of a decode step, of up to GROUP_ROWS rows. Structured output may have more for each place."""
+def decode_rows(batches: list[int], workload: Workload, row_tokens: int) -> int:
+    """Tokens of a pass whose hidden states stay on the device: `row_tokens` for each place, and prompts of rows that
+    join the matmuls of a decode step, of up to GROUP_ROWS rows."""
     places = sum(batches)
     joining = min(len(batches) * GROUP_ROWS, places * workload.longest) if len(workload.prompt_lens) > places else 0
-    return places * workload.row_tokens + joining
+    return places * row_tokens + joining
 
 
 def path_bytes(shapes: Shapes) -> int:

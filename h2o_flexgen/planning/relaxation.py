@@ -160,7 +160,7 @@ class Relaxation:
         """What the device holds regardless of the placement."""
         batches = batch_sizes(self.num_prompts, policy)
         nbytes = workspace_bytes(policy, self.shapes, self.workload.longest, batches, self.workload.cached_len)
-        rows = decode_rows(batches, self.workload)
+        rows = decode_rows(batches, self.workload, self.workload.row_tokens(policy, self.shapes.cuda))
         nbytes += len(self.resources.devices) * (rows * self.cost.layers.hidden_bytes + self.resources.workspace)
         nbytes += shared_bytes(self.shapes, self.resources)
         return nbytes if self.shapes.cuda else nbytes + self._process_bytes(policy)

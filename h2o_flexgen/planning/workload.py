@@ -64,10 +64,13 @@ class Workload:
     is_structured: bool = False
     is_known: bool = False
 
-    @property
-    def row_tokens(self) -> int:
-        """The most tokens of a pass of decode steps, as a multiple of its rows."""
-        return FORCED if self.is_structured or self.is_known else 1
+    def row_tokens(self, policy: Policy, cuda: bool) -> int:
+        """The most tokens of a pass of decode steps, as a multiple of its rows. Several known ones of a row go together
+        where a pass is expensive, but not if the cache streams: they would write back whole rows."""
+        is_cached = policy.fractions("cache")[0] == 1
+        streams = policy.fractions("weights")[0] < 1
+        is_expensive = streams or (cuda and self.is_structured)
+        return FORCED if (self.is_structured or self.is_known) and is_cached and is_expensive else 1
 
     @property
     def longest(self) -> int:

@@ -32,12 +32,13 @@ def workspace_bytes(
 ) -> int:
     """The most that a layer or the head takes, or, without `has_head`, a layer. `batches`: sequences of each batch, the
     largest first; `longest`: tokens of the longest prompt; `cached_len`: tokens that the caches already hold."""
-    rows = max(matmul_rows(batches, group_rows(shapes.spec))) * shapes.workload.row_tokens
+    row_tokens = shapes.workload.row_tokens(policy, shapes.cuda)
+    rows = max(matmul_rows(batches, group_rows(shapes.spec))) * row_tokens
     prefill = prefill_workspace(shapes, micro_tokens(policy.prefill_tokens, longest, batches[0]), longest, cached_len)
     return max(
         prefill,
         _decode_workspace(shapes, batches[0], rows),
-        _head_workspace(shapes, sum(batches) * shapes.workload.row_tokens) if has_head else 0,
+        _head_workspace(shapes, sum(batches) * row_tokens) if has_head else 0,
     )
 
 

@@ -6,6 +6,7 @@ import json
 import logging
 from contextlib import closing
 from dataclasses import asdict, replace
+from functools import cached_property
 from math import inf
 from pathlib import Path
 from zlib import crc32
@@ -59,7 +60,7 @@ class KnownHeadSlots:
         """The budget with the slots of each head for texts of the job; a budget that has them stays as it is. All heads
         get the same if the user says so, nothing was measured, or the budget is out of the measured range. Raises
         UserError for a file of losses that cannot be used."""
-        if budget.by_head is not None:
+        if budget.by_head is not None or workload.gen_len == 1:  # nothing is evicted
             return budget
         slots = sum(budget.slots(workload.longest))
         length = budget.text_len(workload.longest, workload.gen_len)
@@ -87,8 +88,12 @@ class KnownHeadSlots:
         is_measured = calibration.GRID[0] <= fraction <= calibration.GRID[-1]
         return slots >= LEAST_SLOTS and is_measured and model.spec.positions >= calibration.LEAST
 
+    @cached_property
+    def _fingerprint(self) -> str:
+        return self.model.fingerprint
+
     def _file(self, rule: str) -> Path:
-        return cache_folder("heads") / f"{self.model.fingerprint}-{crc32(rule.encode()):08x}.json"
+        return cache_folder("heads") / f"{self._fingerprint}-{crc32(rule.encode()):08x}.json"
 
     def _read(self, rule: str) -> None:
         """Take what was measured before for this model and rule, if anything."""
@@ -108,7 +113,7 @@ class KnownHeadSlots:
                 raise ValueError
             self._known[rule] = losses
         except (UserError, KeyError, TypeError, ValueError):
-            log.warning("%s is damaged, or of another version or model: the KV heads are measured again", path)
+            log.warning("%s is damaged, or of another version or model: it is not used", path)
 
 
 class HeadSlots(KnownHeadSlots):

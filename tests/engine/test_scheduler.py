@@ -13,7 +13,7 @@ from h2o_flexgen.engine import prefixes
 from h2o_flexgen.engine.batch import ChunkLimits, Piece, PromptPiece, Sequence, cut
 from h2o_flexgen.engine.params import SamplingParams
 from h2o_flexgen.engine.prefixes import Node
-from h2o_flexgen.engine.scheduler import BatchPass, Pass, Scheduler, micro_batch
+from h2o_flexgen.engine.scheduler import BatchPass, Pass, Scheduler, micro_batch, shared_out
 
 #: so that few rows fill a matmul
 GROUP_ROWS = 6
@@ -408,3 +408,20 @@ def test_no_two_consecutive_chunks_could_be_joined(pieces, prefill_tokens):
             assert size > prefill_tokens
         elif not (one.is_prompts and first.is_prompt):
             assert size > GROUP_ROWS
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=12), st.integers(1, 8))
+def test_known_tokens_share_the_room_of_a_pass(wanted, each):
+    room = each * len(wanted)
+    given_to = shared_out(room, wanted)
+    most = max(given_to)
+    assert sum(given_to) <= room and given_to == [min(count, most) for count in wanted]
+    assert most == max(wanted) or sum(min(count, most + 1) for count in wanted) > room
+
+
+@pytest.mark.parametrize("scored, ends", [(1, False), (5, False), (6, True)])
+def test_a_row_with_more_known_tokens_than_a_pass_takes_does_not_end_with_it(scored, ends):
+    s = Sequence(0, [1, 2], SamplingParams(max_tokens=10), tokens=[5] * 9, logprobs=[-1.0] * scored)
+    s.prompt_end = 2
+    s.length = 1 + scored
+    assert s.will_end == ends

@@ -57,6 +57,14 @@ def test_the_head_with_the_steepest_loss_gets_most_slots():
     assert by_head.slots(150, 1000, [None, None]) == ((100, 200), (200, 100))
 
 
+@pytest.mark.parametrize("curve", [[9.0, 3.0, 1.0, 0.5], [-1.0, -2.0, -5.0, -8.0], [0.0] * 4])
+def test_many_heads_that_lose_the_same(curve):
+    known = HeadLosses.from_dict({"budgets": BUDGETS, "losses": [[curve] * 32] * 32})
+    slots = known.slots(160, 1000, [None] * 32)
+    total = sum(map(sum, slots))
+    assert total > 32 * 32 * 150 if curve[-1] else total == 32 * 32 * 50
+
+
 def test_budgets_that_are_the_same_slots_are_one_size():
     grid = HeadLosses((0.025, 0.05, 0.1, 0.5), (((4.0, 3.0, 2.0, 0.0),), ((9.0, 5.0, 1.0, 0.0),)))
     assert sum(n for (n,) in grid.slots(6, 30, [None, None])) <= 12

@@ -120,7 +120,7 @@ def test_a_single_block_counts_the_prompts_it_holds():
     )
     outputs = JOB.output_bytes - Workload((128,) * 16, 16).output_bytes
     # rows that come later may join the matmuls of a decode step
-    rows = [decode_rows([8, 8], Workload((128,) * count, 16)) for count in (40, 16)]
+    rows = [decode_rows([8, 8], Workload((128,) * count, 16), 1) for count in (40, 16)]
     joining = (rows[0] - rows[1]) * 2048 * 2
     assert job.needed("gpu") - block.needed("gpu") == outputs + joining
 
