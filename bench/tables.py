@@ -44,7 +44,7 @@ class Table:
     def text(self, data: dict) -> str:
         rows = data[self.rows] if isinstance(self.rows, str) else self.rows(data)
         parts = [
-            self.above.format(**data),
+            self.above.format(**data, texts=", ".join(data.get("workload", {}).get("texts", ()))),
             columns(rows, self.columns),
             self.below(data) if self.below else "",
             provenance(data) if self.has_source else "",
@@ -543,7 +543,7 @@ QUALITY = Table(
         "agreement": "{agreement:.1%}",
     },
     losses_by_budget,
-    above="{workload[model]} in {workload[dtype]}, {workload[passages]} passages of {workload[texts][0]}, "
+    above="{workload[model]} in {workload[dtype]}, {workload[passages]} passages of {texts}, "
     "{workload[prompt_len]} tokens of prompt and {workload[gen_len]} teacher-forced.",
 )
 
@@ -568,9 +568,7 @@ TEXTS_MEASURED = Table(
 def trials_table(*scores: str) -> Table:
     """The scores of a task, by rule and budget."""
     columns = {"rule": "{rule}", "slots, heavy + recent": "{slots}"} | {name: f"{{{name}}}" for name in scores}
-    above = (
-        "{workload[model]} in {workload[dtype]}, {workload[passages]} passages of {workload[texts][0]}, prompts of up "
-    )
+    above = "{workload[model]} in {workload[dtype]}, {workload[passages]} passages of {texts}, prompts of up "
     return Table(columns, scores_by_budget, above=above + "to {workload[prompt_len]} tokens.")
 
 
