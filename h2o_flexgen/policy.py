@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import NamedTuple
 
@@ -236,8 +236,7 @@ class PolicySettings(NamedTuple):
         try:
             policy = Policy.from_dict(data)
             slots = data.get("kv_budget")
-            # the slots of each head are those of one model: a job shares them out itself
-            kv_budget = None if slots is None else replace(KVBudget.from_dict(slots), by_head=None)
+            kv_budget = None if slots is None else KVBudget.from_dict(slots)
         except UserError as e:
             raise UserError(f"the policy {path}: {e}") from None
         except (TypeError, KeyError, AttributeError):

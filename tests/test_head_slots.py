@@ -8,10 +8,9 @@ import shutil
 import pytest
 from command_tools import write_model
 
-from h2o_flexgen import LLM, KVBudget, SamplingParams
+from h2o_flexgen import LLM, KVBudget, SamplingParams, UserError
 from h2o_flexgen.commands.main import main
 from h2o_flexgen.kv_cache.layers import HeadLosses
-from h2o_flexgen.policy import PolicySettings
 from h2o_flexgen.profiling import calibration, head_slots
 from h2o_flexgen.utils.files import cache_folder
 
@@ -178,14 +177,18 @@ def test_plans_know_what_was_measured(talker, capsys, measured):
     assert measured == ["h2o"]
 
 
-def test_a_policy_file_has_no_slots_of_heads(talker, tiny, tmp_path, measured):
-    """They are those of one model."""
-    generated(talker, BUDGET)
+def test_a_policy_file_has_the_slots_of_heads_of_its_model(talker, tiny, tmp_path, measured):
+    _, slots = generated(talker, BUDGET)
     path = tmp_path / "policy.json"
     options = f"--model {talker} --prompt-len 80 --gen-len 20 --kv-rule h2o --hh-size 16 -o {path}".split()
     assert main(["search", *options]) == 0
-    assert json.loads(path.read_text())["kv_budget"]["layers"]
-    assert PolicySettings.from_file(path).kv_budget == BUDGET
+    with LLM(str(talker), policy=path, device="cpu", dtype="float32", progress=False) as llm:
+        llm.generate([PROMPT], PARAMS)
+        assert llm.report["kv_budget"]["layers"] == slots
+    other = tiny("gemma2").folder
+    with LLM(str(other), policy=path, device="cpu", dtype="float32", progress=False) as llm:
+        with pytest.raises(UserError, match="a policy file with slots of KV heads is for one model"):
+            llm.generate([PROMPT[:20]], PARAMS)
 
 
 def test_a_plan_that_sizes_the_budget_shares_it_out(talker, capsys, measured):

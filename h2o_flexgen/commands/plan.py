@@ -193,7 +193,7 @@ def choose(args: argparse.Namespace, length: int, planner, policy, budget, heads
     shared = choice.kv_budget and heads.shared(choice.kv_budget, workload)
     if not (shared and shared.by_head):
         return choice
-    again = planner.under(choice.compress_weight).choose(*asked, shared, choice.compress_cache)
+    again = planner.only(choice.compress_weight).choose(*asked, shared, choice.compress_cache)
     return replace(again, curve=choice.curve)
 
 

@@ -286,7 +286,7 @@ class Run:
             vars(s).update(results)
             self.is_sound = self.is_sound or s.finish_reason != "error"
             self.tallies[n].rows += 1
-            self.tallies[n].tokens += len(s.tokens)
+            self.tallies[n].tokens += len(s.logprobs)
             self._finished.append(s)
 
     def _write(self) -> int:

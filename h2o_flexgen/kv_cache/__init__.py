@@ -139,7 +139,10 @@ def _by_head(budget: KVBudget, rule: BudgetRule, length: int, spec: ModelSpec) -
             found = HeadLosses.from_file(rule.layers).slots(rule.slots, length, spec.windows)
     if found and len(found) != spec.layers:
         who = rule.layers or "the KV budget"
-        raise UserError(f"`kv_rule`: {who} is for a model of {len(found)} layers, not {spec.layers}")
+        raise UserError(
+            f"`kv_rule`: {who} is for a model of {len(found)} layers, not {spec.layers}: "
+            "a policy file with slots of KV heads is for one model"
+        )
     return tuple(_of_layer(slots, rule, spec.at(layer)) for layer, slots in enumerate(found))
 
 

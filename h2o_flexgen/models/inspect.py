@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import torch
 
-from h2o_flexgen.errors import UserError
 from h2o_flexgen.formats import Format, dtype_name
 from h2o_flexgen.formats.forms import compressed
 from h2o_flexgen.models.fingerprint import fingerprint
@@ -94,18 +93,13 @@ def find(model: str | None, path: str | None = None) -> Found:
         return found._replace(declared=named_dtype(model or ""), is_dummy=True, weights=None, method=None)
     if spec is not None:
         folder = downloaded(repository(model))
-        return named if folder is None else _downloaded(named, folder)
+        if folder is None:
+            return named
+        if not (folder / "config.json").exists():
+            return named._replace(weights=folder, revision=commit(folder))
+        return _found(model, folder, folder)
     weights, folder = find_model(model, path, weights=False)
     return _found(model_name(model, path, weights), weights, folder)
-
-
-def _downloaded(named: Found, folder: Path) -> Found:
-    """A model whose sizes are built in, and whose weights are in a folder of the hub's cache: as the files there say,
-    unless a job would have to fetch some of them again."""
-    try:
-        return _found(named.name, folder, folder)
-    except UserError:
-        return named._replace(weights=folder, revision=commit(folder))
 
 
 def _found(name: str, weights: Path, folder: Path) -> Found:

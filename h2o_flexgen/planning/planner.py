@@ -261,7 +261,7 @@ class Planner:
         divides_all = gcd(*self.model.spec.head_dims)
         return [each for each in FORMATS if each in known and has_cache_format(each, divides_all)]
 
-    def under(self, compress_weight: str | None) -> Planner:
+    def only(self, compress_weight: str | None) -> Planner:
         """The planner for one of the models alone."""
         models = {compress_weight: self.models[compress_weight]}
         return Planner(models, self.constraints, self.profile, self._measure, self.progress)
