@@ -34,7 +34,6 @@ from h2o_flexgen.evaluation.trials import standard_error
 from h2o_flexgen.formats import dtype_name
 from h2o_flexgen.kv_cache.voted import VotedCache
 from h2o_flexgen.planning.workload import Workload
-from h2o_flexgen.profiling.head_slots import HeadSlots
 from h2o_flexgen.profiling.layer_model import LayerModel
 from h2o_flexgen.utils.files import rounded, to_json, write_text
 from h2o_flexgen.utils.progress import bar
@@ -241,9 +240,8 @@ def by_head(llm: LLM, slots: int) -> KVBudget:
     """The budget with the slots of each head as a job of the engine has them."""
     workload = Workload((PROMPT,), GENERATED)
     budget = KVBudget.from_ratio(slots / 2 / PROMPT, rule=RULE)
-    heads = HeadSlots(llm.model)
-    heads.measure(budget, workload)
-    return heads.shared(budget, workload)
+    llm.head_slots.measure(budget, workload)
+    return llm.head_slots.shared(budget, workload)
 
 
 def engine(llm: LLM, passages: list, budget: KVBudget | None) -> list[float]:

@@ -153,16 +153,17 @@ def _allocated(layers: list[_Layer], most: int) -> list[list[int]] | None:
     as many in all (Everett 1963, generalized Lagrange multipliers). The price is halved towards the one at which `most`
     are taken. Then what is left goes where it gains most.
     """
-    slots = lambda price: sum(int(layer.sizes[layer.cheapest(price)].sum()) for layer in layers)
+    at = lambda price: [layer.cheapest(price) for layer in layers]
+    slots = lambda budgets: sum(int(layer.sizes[own].sum()) for layer, own in zip(layers, budgets))
     high = 1.0 + max((layer.losses[:, 0] - layer.losses[:, -1]).max() for layer in layers)  # no slot is worth that
-    if slots(high) > most:
+    if slots(at(high)) > most:
         return None
     low = high * 2.0**-HALVINGS
     for _ in range(HALVINGS):
         middle = (low * high) ** 0.5
-        low, high = (middle, high) if slots(middle) > most else (low, middle)
-    budgets = [layer.cheapest(high) for layer in layers]
-    left = most - slots(high)
+        low, high = (middle, high) if slots(at(middle)) > most else (low, middle)
+    budgets = at(high)
+    left = most - slots(budgets)
     taken = True
     while taken:
         steps = [(*step, n) for n, layer in enumerate(layers) for step in layer.upgrades(budgets[n], left)]

@@ -83,28 +83,38 @@ class Found(NamedTuple):
 def find(model: str | None, path: str | None = None) -> Found:
     """A model as `LLM` finds it. From the hub only the config and the tokenizer are fetched, and nothing if its sizes
     are built in. Raises UserError if there is no such model."""
-    spec = None
-    if path in (None, DUMMY) and model is not None and not os.path.exists(os.path.expanduser(model)):
-        spec = named_spec(model)
-    if spec is not None:
-        named = Found(model, spec, named_dtype(model), method=method_of(named_config(model)))
+    named = _named(model) if path in (None, DUMMY) else None
     if path == DUMMY:
-        found = find(model) if spec is None else named
-        return found._replace(declared=named_dtype(model or ""), is_dummy=True, weights=None, method=None)
-    if spec is not None:
-        folder = downloaded(repository(model))
-        if folder is None:
-            return named
-        if not (folder / "config.json").exists():
-            return named._replace(weights=folder, revision=commit(folder))
-        return _found(model, folder, folder)
-    weights, folder = find_model(model, path, weights=False)
-    return _found(model_name(model, path, weights), weights, folder)
+        dummy = named or find(model)
+        return dummy._replace(declared=named_dtype(model or ""), is_dummy=True, weights=None, method=None)
+    if named is None:
+        weights, folder = find_model(model, path, weights=False)
+        return _found(model_name(model, path, weights), weights, folder)
+    folder = downloaded(repository(model))
+    if folder is None:
+        return named
+    if not (folder / "config.json").exists():
+        return named._replace(weights=folder, revision=commit(folder))
+    return _found(model, folder, folder)
+
+
+def _named(model: str | None) -> Found | None:
+    """A model whose sizes are built in; None if it is another one, or a file or folder of that name exists."""
+    if model is None or os.path.exists(os.path.expanduser(model)):
+        return None
+    spec = named_spec(model)
+    return spec and Found(model, spec, named_dtype(model), method=method_of(named_config(model)))
 
 
 def _found(name: str, weights: Path, folder: Path) -> Found:
     """The model whose weights, if they are there, are in `weights`, and its config in `folder`."""
-    method = None if is_gguf(weights) else read_method(folder)
-    is_here = is_gguf(weights) or bool(weight_files(weights))
-    found = Found(name, read_spec(folder), stored_dtype(folder), weights=weights if is_here else None, method=method)
-    return found._replace(tokenizer=load_tokenizer(folder), revision=commit(weights))
+    is_file = is_gguf(weights)
+    return Found(
+        name,
+        read_spec(folder),
+        stored_dtype(folder),
+        weights=weights if is_file or weight_files(weights) else None,
+        tokenizer=load_tokenizer(folder),
+        revision=commit(weights),
+        method=None if is_file else read_method(folder),
+    )

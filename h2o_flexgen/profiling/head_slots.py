@@ -68,8 +68,10 @@ class KnownHeadSlots:
         if (by_hand := head_losses(budget.rule)) is not None:
             return replace(budget, by_head=by_hand.slots(slots, length, spec.windows))
         alike = replace(budget, by_head=())
-        losses = self._known.get(budget.rule) if self.are_known(budget, workload) else None
-        if losses is None or not self._is_open(budget, workload) or not losses.measures(slots, length):
+        if not (self._is_open(budget, workload) and self.are_known(budget, workload)):
+            return alike
+        losses = self._known[budget.rule]
+        if losses is None or not losses.measures(slots, length):
             return alike
         shared = replace(budget, by_head=losses.slots(slots, length, spec.windows))
         try:
